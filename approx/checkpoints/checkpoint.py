@@ -12,6 +12,7 @@ import transformers
 from transformers import CONFIG_MAPPING
 
 from approx.checkpoints import families, hub, integrity
+from approx.checkpoints.foreign import refuse_kernels
 from approx.checkpoints.tokenizers import try_out
 from approx.errors import ApproxError, Exit
 from approx.seam.manifest import check_seal, sha256
@@ -90,6 +91,7 @@ def locate(
             Exit.UNSUPPORTED,
         )
     integrity.refuse_half_converted(folder, raw)
+    refuse_kernels(raw, folder / "config.json")
     stock_config = CONFIG_MAPPING[family]
     if converted:
         families.register_family(stock_config)
@@ -154,6 +156,10 @@ def load(
             f"{source.folder} could not be loaded as {source.stock_class.__name__}: {_short(error)}", Exit.UNAVAILABLE
         ) from error
     notes = _check_keys(source, model, info)
+    if not source.converted and source.raw.get("auto_map"):
+        notes.append(
+            f"config.json names code of its own for this model; it is not run: the model is transformers' {model_class.__name__}."
+        )
     integrity.refuse_non_finite(model.state_dict().items(), str(source.folder))
     return Checkpoint(source, model.eval().to(device), _digest(files), notes)
 

@@ -32,6 +32,8 @@ class _LocalModel(ApproxModel):
         """
         refuse_added(_used(self.config))
         self.config.auto_map = bundle.auto_map(stock_class(type(self.config)), stock_class(type(self)))
+        # Code of the base that transformers' `pipeline` would run.
+        vars(self.config).pop("custom_pipelines", None)
         super().save_pretrained(save_directory, is_main_process, **kwargs)
 
     def _write_code(self, folder: Path) -> None:

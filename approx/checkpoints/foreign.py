@@ -101,6 +101,21 @@ def references(folder: Path) -> list[Reference]:
     return found
 
 
+def refuse_kernels(config: Mapping[str, Any], path: Path) -> None:
+    """Refuse a config that makes transformers download compiled code of the hub, and run it.
+
+    Raises:
+        ApproxError: naming the setting.
+    """
+    for at, value in _named(path.name, config):
+        if at[-1] in _IMPLEMENTATIONS:
+            raise ApproxError(
+                f"{path} sets {'.'.join(map(str, at))} to '{plainly(value)}', which is code on the hub that transformers would run. "
+                "Take the setting out.",
+                Exit.UNSUPPORTED,
+            )
+
+
 def carried(config: Any) -> dict[str, str]:
     """Name -> sha256 of the files of the base's own code that a conversion took along because the user said so.
 
@@ -139,9 +154,12 @@ def differences(folder: Path, config: Any, stock: type) -> dict[str, str]:
         named = [Reference("config.json", ("auto_map",), {}), *named]
     for one in named:
         wanted = due if (one.file, one.path) == ("config.json", ("auto_map",)) else None
-        if one.value != wanted and not (passed and _names_only(one, passed)):
+        if one.value != wanted and not (passed and names_only(one, passed)):
             before = b"" if wanted is None else _lines(wanted)
-            found[one.place] = _difference(one.place, before, _lines(one.value))
+            # Every version named files of its own folder.
+            ours_once = wanted is not None and not never_ours(f"{name.rpartition('.')[0]}.py" for name in one.classes)
+            place = one.place if ours_once else f"{one.place} (code elsewhere)"
+            found[place] = _difference(one.place, before, _lines(one.value))
     return found
 
 
@@ -155,8 +173,8 @@ def _is_carried(name: str, data: bytes, passed: Mapping[str, str], ours: Mapping
     return name not in ours and passed.get(name) == hashlib.sha256(data).hexdigest()
 
 
-def _names_only(reference: Reference, passed: Mapping[str, str]) -> bool:
-    """Whether everything that a setting names is in carried files beside it."""
+def names_only(reference: Reference, passed: Mapping[str, str]) -> bool:
+    """Whether everything that a setting names is in the given files, which are beside it."""
     return all("--" not in one and f"{one.rpartition('.')[0]}.py" in passed for one in reference.classes)
 
 

@@ -153,6 +153,7 @@ def convert(
     offline: options.Offline = False,
     allow_pickle: options.AllowPickle = False,
     bundle_kernels: options.BundleKernels = False,
+    trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Replace the attention of a checkpoint and write a verified folder that stock transformers can load."""
     from approx.cli.figures import checks_table
@@ -163,7 +164,7 @@ def convert(
         done = iter(range(_STEPS))
         receipt = conversion.convert(
             model, output, chosen, max_length=max_length, calibrate=calibrate, force=force, revision=revision,
-            offline=offline, allow_pickle=allow_pickle, bundle_kernels=bundle_kernels,
+            offline=offline, allow_pickle=allow_pickle, bundle_kernels=bundle_kernels, trust_remote_code=trust_remote_code,
             progress=lambda step: bar(f"convert: {step}", next(done, _STEPS - 1), _STEPS),
         )  # fmt: skip
     left = [f"Left exact: layers {', '.join(map(str, receipt['left']))}"] if receipt["left"] else []

@@ -78,3 +78,5 @@ def export(
     errors = made["largest_relative_difference"].items()
     rows = [[size, f"{error:.1e}"] for size, error in errors]
     terminal.result(made, table(["batch x length", "largest relative difference"], rows), f"Written to {output}")
+    for note in made["notes"]:
+        terminal.note(note)

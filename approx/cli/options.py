@@ -41,6 +41,14 @@ AllowPickle = Annotated[
     bool,
     typer.Option("--allow-pickle", help="Accept pickled weights, which can run code.", rich_help_panel=_CHECKPOINT),
 ]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code",
+        help="Take along the code of the checkpoint's own tokenizer, which approx does not run. With --revision COMMIT.",
+        rich_help_panel=_CHECKPOINT,
+    ),
+]
 Against = Annotated[
     str | None,
     typer.Option(

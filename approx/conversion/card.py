@@ -19,7 +19,8 @@ from approx.planning.resolve import described
 CARD = "README.md"
 # Description of the code of a slim folder, and of one with kernels.
 _RUNS = {
-    False: "That code is plain PyTorch; with `pip install approx-attention` its faster C and Triton run in its place.",
+    False: "That code is plain PyTorch; where the package `approx-attention` is installed, its faster C and Triton run in its place. "
+    "No package index has it: install it from its repository, in a clone of which `pip install .` does it.",
     True: "That code includes C and Triton kernels, which are compiled if there is a compiler or a GPU.",
 }
 # Fields of the base's model card that the converted model inherits.
@@ -98,11 +99,13 @@ def write_card(folder: Path, checkpoint: Checkpoint, receipt: Receipt, published
         receipt=RECEIPT,
         steps=[_told(step) for step in history(record)],
         cautions=_cautions(receipt, trained=bool(trainings(record)), published=published),
+        carried=sorted(made.carried),
         code=_RUNS[bool(record.get("bundle_kernels"))],
         auto=auto,
         reader=reader,
         read="tokenizer" if reader == "AutoTokenizer" else "processor",
         sentences=sentences,
+        pipeline=None if sentences else _PIPELINES.get(auto),
         published=published,
     )
     card.save(folder / CARD)
@@ -136,7 +139,12 @@ def _cautions(receipt: Receipt, *, trained: bool, published: Publication | None)
     if receipt.positions:
         before, after = receipt.positions
         said.append(f"Its position table was extended from {before:,} to {after:,}: the new positions are not trained.")
-    return [*said, "For packed sequences, 4-D attention masks and attention weights as outputs, use its base."]
+    said.append("For packed sequences and 4-D attention masks, use its base.")
+    return [
+        *said,
+        "`output_attentions=True` gives the weights that its layers use, but computes them for all pairs of tokens, which needs as "
+        "much memory as exact attention.",
+    ]
 
 
 def _told(step: Conversion | Training) -> str:

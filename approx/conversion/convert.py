@@ -10,6 +10,7 @@ from approx.checkpoints.families import refuse_added
 from approx.checkpoints.history import trainings
 from approx.conversion import calibration, checks, clean_process, layer_error, surgery, writing
 from approx.conversion.calibration_inputs import CalibrationFile, calibration_batch, calibration_length
+from approx.conversion.companions import code_to_carry, refuse_foreign
 from approx.conversion.separator import of_checkpoint, with_separator
 from approx.errors import ApproxError, Exit
 from approx.planning import positions
@@ -29,6 +30,7 @@ def convert(
     offline: bool = False,
     allow_pickle: bool = False,
     bundle_kernels: bool = False,
+    trust_remote_code: bool = False,
     progress: Callable[[str], None] = lambda step: None,
 ) -> dict[str, Any]:
     """Convert a checkpoint into a new folder, verified before it is published.
@@ -45,6 +47,8 @@ def convert(
         offline: Whether to use only local files and the hub's cache.
         allow_pickle: Whether pickled weights are accepted.
         bundle_kernels: Whether the folder includes the C and Triton of its mechanisms instead of plain PyTorch.
+        trust_remote_code: Whether the code of the checkpoint's own tokenizer or modules goes along; approx does not run it. A
+            checkpoint of the hub needs `revision`, a commit.
         progress: Called with the name of each step.
 
     Returns:
@@ -64,6 +68,8 @@ def convert(
         raise ApproxError(
             f"{name} is converted already. Revert it first, or convert its base checkpoint.", Exit.REFUSED
         )
+    carried = code_to_carry(source, revision) if trust_remote_code else {}
+    refuse_foreign(source, carried)
     plan = with_separator(plan, lambda: of_checkpoint(source))
     facts = anatomy(source.config, source.stock_class)
     plan.resolve(facts)
@@ -84,7 +90,7 @@ def convert(
     batch = calibration_batch(source, model, length, file)
     calibration.calibrate(model, batch.inputs)
     model.config.approx["history"] = [
-        writing.conversion_step(opened, plan.to_data(), max_length, file, length).model_dump()
+        writing.conversion_step(opened, plan.to_data(), max_length, file, length, carried).model_dump()
     ]
     progress("checking padding and causality")
     results += [checks.padding(model), checks.causality(model)]

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.export import Dim, ExportedProgram
 
-from approx.checkpoints import checkpoint, families
+from approx.checkpoints import checkpoint, families, foreign
 from approx.checkpoints.atomic_folder import atomic_folder, refuse_existing, refuse_overlap, refuse_unwritable
 from approx.conversion.calibration import evaluating, mechanisms
-from approx.conversion.companions import copy_companions
+from approx.conversion.companions import copy_companions, forget_code
 from approx.conversion.layerwise import difference
 from approx.errors import ApproxError, Exit
 from approx.mechanisms import MECHANISMS
@@ -88,8 +88,10 @@ def export(
     ):
         progress("tracing")
         program = _program(model)
-        copy_companions(opened.source.folder, folder)
+        notes = copy_companions(opened.source, folder, foreign.carried(opened.source.config))
         shutil.copyfile(opened.source.folder / "config.json", folder / "config.json")
+        # The program needs no code; a tokenizer of its own may.
+        forget_code(folder)
         path = folder / FILES[format]
         if format == "onnx":
             progress("translating to ONNX")
@@ -113,7 +115,7 @@ def export(
                 "allowed). Nothing was written.",
                 Exit.VERIFICATION,
             )
-    return {"output": str(out), **told}
+    return {"output": str(out), **told, "notes": [*opened.notes, *notes]}
 
 
 def refuse_unexportable(model: Any) -> None:

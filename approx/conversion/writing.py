@@ -9,13 +9,14 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from approx.checkpoints import families, foreign
 from approx.checkpoints.atomic_folder import atomic_folder
 from approx.checkpoints.checkpoint import Checkpoint, processor
 from approx.checkpoints.history import Base, CalibrationText, Conversion
 from approx.checkpoints.receipt import RECEIPT, Check, Receipt
 from approx.conversion.calibration_inputs import CalibrationFile
 from approx.conversion.card import write_card
-from approx.conversion.companions import change, copy_companions, set_longest, settings
+from approx.conversion.companions import change, copy_companions, forget_code, set_longest, settings
 from approx.conversion.stored import keep_dtypes
 from approx.errors import ApproxError, Exit
 from approx.version import __version__
@@ -90,12 +91,14 @@ def write(folder: Path, checkpoint: Checkpoint, max_length: int | None = None) -
         checkpoint: The checkpoint, with its model in the state to save, converted or reverted.
         max_length: The tokenizer's maximum length in tokens, if the positions changed.
     """
-    copy_companions(checkpoint.source.folder, folder)
+    carried = foreign.carried(checkpoint.model.config) or foreign.carried(checkpoint.source.config)
+    checkpoint.notes += copy_companions(checkpoint.source, folder, carried)
     if not checkpoint.source.converted:
         # A checkpoint may have no processor.
         with suppress(ApproxError):
             _name_classes(folder, processor(checkpoint.source))
     checkpoint.model.save_pretrained(folder)
+    forget_code(folder, but="auto_map" if families.is_converted(checkpoint.model) else "")
     keep_dtypes(checkpoint.source.folder, folder)
     if max_length is not None:
         set_longest(folder, max_length)
@@ -121,6 +124,7 @@ def conversion_step(
     max_length: int | None,
     file: CalibrationFile | None,
     calibration_length: int,
+    carried: Mapping[str, str],
 ) -> Conversion:
     """What this conversion appends to the history of the checkpoint."""
     return Conversion(
@@ -130,6 +134,7 @@ def conversion_step(
         max_length=max_length,
         calibration=None if file is None else CalibrationText(name=file.name, sha256=file.sha256),
         calibration_length=calibration_length,
+        carried=dict(carried),
     )
 
 

@@ -8,10 +8,12 @@ from typing import Any
 from approx.checkpoints import checkpoint
 from approx.checkpoints.atomic_folder import held, refuse_existing, refuse_overlap, refuse_unwritable
 from approx.checkpoints.checkpoint import Checkpoint
+from approx.checkpoints.foreign import carried
 from approx.checkpoints.history import Training, trainings
 from approx.checkpoints.receipt import Check, Receipt, read_receipt
 from approx.conversion import checks, clean_process, layer_error, writing
 from approx.conversion.calibration_inputs import calibration_batch, calibration_length
+from approx.conversion.companions import refuse_foreign
 from approx.errors import ApproxError, Exit
 from approx.evaluation import distributed
 from approx.finetuning.estimate import estimate
@@ -129,6 +131,8 @@ def _opened(
 ) -> tuple[Checkpoint, Checkpoint | None]:
     clean_process.begin()
     opened = checkpoint.load(name, revision=revision, offline=offline, device=device)
+    # Before the training, not when its result is written.
+    refuse_foreign(opened.source, carried(opened.source.config))
     record = opened.source.raw.get("approx") or {}
     if teacher is None:
         if "distill" in (options.recover or []) and trainings(record):

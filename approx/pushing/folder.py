@@ -10,14 +10,22 @@ from typing import Any
 from huggingface_hub import ModelCard
 
 from approx.checkpoints import checkpoint
-from approx.checkpoints.checkpoint import Checkpoint
+from approx.checkpoints.bundle import auto_map
+from approx.checkpoints.checkpoint import Checkpoint, Source
+from approx.checkpoints.families import stock_class, write_code
+from approx.checkpoints.foreign import carried, differences, is_code, never_ours
 from approx.checkpoints.history import Base, conversion, trainings
 from approx.checkpoints.receipt import RECEIPT, Receipt, read_receipt
 from approx.conversion.card import CARD, Publication, inherited, pipeline_of, write_card
 from approx.errors import ApproxError, Exit
 from approx.pushing.privacy import Private, findings, private_here, rewritten, scrubbed, without_origins
 from approx.pushing.results import Results, dataset_of, results_of
+<<<<<<< HEAD
 from approx.seam.manifest import MANIFEST, accept, names, seal
+=======
+from approx.seam.manifest import MANIFEST, accept, seal
+from approx.version import __version__
+>>>>>>> 342ee40 (Code of others stays out of converted folders, unless the user says --trust-remote-code; licences go along)
 
 RECORDS = "records"
 # Files beside the model that belong to it, though they were written after the manifest.
@@ -35,6 +43,7 @@ class Checked:
         base: The checkpoint that it was converted from.
         files: Names of the files to push.
         left: Names of the files that stay here.
+        notes: What the user should know.
     """
 
     opened: Checkpoint
@@ -42,6 +51,7 @@ class Checked:
     base: Base
     files: list[str]
     left: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 def check(name: str | Path) -> Checked:
@@ -70,12 +80,34 @@ def check(name: str | Path) -> Checked:
     made = conversion(source.raw.get("approx") or {})
     if made is None:
         raise ApproxError(f"{name} has no conversion in its history. Convert its base again.", Exit.UNAVAILABLE)
+    notes = _check_code(source, made.approx)
     opened = checkpoint.load(folder, offline=True)
     sealed = names(folder)
     there = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
     beside = [one for one in there if "/" not in one and Path(one).suffix in _TAKEN]
     files = sorted({*sealed, *beside, CARD} - {MANIFEST})
-    return Checked(opened, receipt, made.base, files, [one for one in there if one not in {*files, MANIFEST}])
+    return Checked(opened, receipt, made.base, files, [one for one in there if one not in {*files, MANIFEST}], notes)
+
+
+def _check_code(source: Source, by: str) -> list[str]:
+    """Notes about the code of a folder that a version of approx wrote.
+
+    Raises:
+        ApproxError: if the folder holds or names other code than this version writes, and other than the files of an earlier one.
+    """
+    differing = differences(source.folder, source.config, source.stock_class)
+    if foreign := never_ours(differing) if by != __version__ else list(differing):
+        raise ApproxError(
+            f"{source.name} holds code that approx did not write: {', '.join(foreign)}. `approx verify` shows it. Convert the base "
+            "again.",
+            Exit.VERIFICATION,
+        )
+    notes = []
+    if differing:
+        notes.append(f"The folder's code is that of approx {by}; that of approx {__version__} is pushed in its place.")
+    if extra := carried(source.config):
+        notes.append(f"Code of the base, which approx does not run, is pushed too: {', '.join(extra)}.")
+    return notes
 
 
 def stage(
@@ -104,8 +136,9 @@ def stage(
         ApproxError: if a record is not about this folder, a file holds something private, or the card is not valid.
     """
     source, here = checked.opened.source.folder, private_here()
+    own = checked.opened.model
     for name in checked.files:
-        if name == CARD:
+        if name == CARD or (is_code(name) and name not in carried(own.config)):
             continue
         path = target / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -115,6 +148,12 @@ def stage(
         shutil.copyfile(source / name, path)
         if path.suffix == ".json" and name != RECEIPT:
             rewritten(path, without_origins)
+    # Byte by byte that of the folder, unless an earlier version wrote it.
+    write_code(target, own.config, stock_class(type(own)))
+    rewritten(
+        target / "config.json",
+        lambda data: data | {"auto_map": auto_map(stock_class(type(own.config)), stock_class(type(own)))},
+    )
     results = results_of(
         _scrubbed_records(records, target / RECORDS, here), checked.receipt, pipeline_of(checked.opened)
     )

@@ -55,5 +55,5 @@ def rehearse(
         "files": dict(folder.tree(out)),
         "left": checked.left,
         "card": (out / CARD).read_text(encoding="utf-8"),
-        "notes": notes + unlicensed(out),
+        "notes": checked.notes + notes + unlicensed(out),
     }

@@ -187,7 +187,7 @@ def _upload(
     public: bool,
     create_pr: bool,
 ) -> Upload:
-    notes = unlicensed(staged)
+    notes = checked.notes + unlicensed(staged)
     if held.exists and held.private and public:
         notes.append(f"{hub.repo} exists and is private, and stays so; change that in its settings on the hub.")
     return Upload(

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from approx.checkpoints import checkpoint
-from approx.conversion import convert
-from approx.conversion.companions import copy_companions
+from approx.checkpoints import checkpoint, foreign
+from approx.conversion import convert, verify
+from approx.conversion.companions import code_to_carry, copy_companions
 from approx.errors import ApproxError, Exit
 from approx.planning.plan import Plan, Rule
 from tiny_classifier import tiny_tokenizer
@@ -91,7 +91,7 @@ def test_the_folder_of_the_transformer_itself_is_no_module(encoder, tmp_path, ow
     (encoder / "modules.json").write_text(json.dumps([{"path": own}, {"path": "1_Pooling"}]))
     (encoder / "1_Pooling" / "folder.json").mkdir()
     (tmp_path / "copied").mkdir()
-    copy_companions(encoder, tmp_path / "copied")
+    copy_companions(checkpoint.locate(encoder), tmp_path / "copied")
     assert not (tmp_path / "copied" / "model.safetensors").exists()
     assert [path.name for path in (tmp_path / "copied" / "1_Pooling").iterdir()] == ["config.json"]
 
@@ -99,5 +99,103 @@ def test_the_folder_of_the_transformer_itself_is_no_module(encoder, tmp_path, ow
 def test_folders_that_are_no_modules_stay_behind(encoder, tmp_path):
     shutil.copytree(encoder / "1_Pooling", encoder / "onnx")
     (tmp_path / "copied").mkdir()
-    copy_companions(encoder, tmp_path / "copied")
+    copy_companions(checkpoint.locate(encoder), tmp_path / "copied")
     assert sorted(path.name for path in (tmp_path / "copied").iterdir() if path.is_dir()) == ["1_Pooling", "2_Dense"]
+
+
+OWN = "class Mine:\n    raise RuntimeError('this ran')\n"
+
+
+def own_tokenizer(folder, **settings):
+    """Let the tokenizer of a folder be one that only its own code has."""
+    file = folder / "tokenizer_config.json"
+    named = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": [None, "mine.Mine"]}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | named | settings))
+    (folder / "mine.py").write_text("from .words import Word\n" + OWN)
+    (folder / "words.py").write_text(OWN)
+    (folder / "unused.py").write_text(OWN)
+
+
+def test_drops_code_that_the_tokenizer_does_without(encoder, tmp_path):
+    own_tokenizer(encoder, tokenizer_class="PreTrainedTokenizerFast")
+    config = json.loads((encoder / "config.json").read_text())
+    config["custom_pipelines"] = {"mine": {"impl": "mine.Mine"}}
+    config["auto_map"] = {"AutoModel": "mine.Mine"}
+    (encoder / "config.json").write_text(json.dumps(config))
+    notes = convert.convert(encoder, tmp_path / "converted", PLAN)["notes"]
+    assert [note.split(" names")[0] for note in notes] == [
+        "config.json", "config.json: custom_pipelines", "tokenizer_config.json: auto_map",
+    ]  # fmt: skip
+    for name in ("config.json", "tokenizer_config.json"):
+        assert "mine" not in (tmp_path / "converted" / name).read_text()
+    assert not (tmp_path / "converted" / "mine.py").exists()
+    source = checkpoint.locate(tmp_path / "converted")
+    assert foreign.differences(tmp_path / "converted", source.config, source.stock_class) == {}
+
+
+@pytest.mark.parametrize(
+    ("file", "settings", "said"),
+    [
+        ("tokenizer_config.json", {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": "mine.Mine"}}, "auto_map names mine.Mine"),
+        ("tokenizer_config.json", {"tokenizer_class": "Mine", "auto_map": ["mine.Mine", None]}, "auto_map names mine.Mine"),
+        ("modules.json", [{"path": "", "type": "mine.Mine"}], r"modules\.json: 0\.type names mine\.Mine"),
+        ("1_Pooling/router_config.json", {"types": {"x": "mine.Mine"}}, r"types\.x names mine\.Mine"),
+        ("2_Dense/config.json", {"activation_function": "os.abort"}, r"activation_function names os\.abort"),
+        ("config.json", {"sentence_transformers": {"activation_fn": "os.abort"}}, r"activation_fn names os\.abort"),
+    ],
+)  # fmt: skip
+def test_refuses_a_checkpoint_that_needs_its_own_code(encoder, tmp_path, file, settings, said):
+    own_tokenizer(encoder, tokenizer_class="PreTrainedTokenizerFast", auto_map={})
+    path = encoder / file
+    before = json.loads(path.read_text()) if path.exists() and isinstance(settings, dict) else settings
+    path.write_text(json.dumps(before | settings if isinstance(settings, dict) else settings))
+    with pytest.raises(ApproxError, match=f"{said}.*--trust-remote-code") as caught:
+        convert.convert(encoder, tmp_path / "converted", PLAN)
+    assert caught.value.exit_code == Exit.UNSUPPORTED
+    assert [one.name for one in tmp_path.iterdir()] == ["encoder"]
+
+
+def test_takes_code_along_if_the_user_says_so_and_says_it_everywhere(encoder, tmp_path):
+    own_tokenizer(encoder)
+    (encoder / "modules.json").unlink()
+    convert.convert(encoder, tmp_path / "converted", PLAN, trust_remote_code=True)
+    for name in ("mine.py", "words.py"):
+        assert (tmp_path / "converted" / name).read_bytes() == (encoder / name).read_bytes()
+    assert not (tmp_path / "converted" / "unused.py").exists()
+    card = (tmp_path / "converted" / "README.md").read_text("utf-8")
+    assert "which approx neither wrote nor read nor ran: `mine.py`, `words.py`, copied from `encoder`" in card
+    found = verify.verify(tmp_path / "converted")
+    code = next(check for check in found["checks"] if check["name"] == "code is what this version writes")
+    assert (code["passed"], "mine.py" in code["detail"]) == (None, True)
+    assert [check["name"] for check in found["checks"] if check["passed"] is False] == []
+    # Other code under that name is not what the user trusted.
+    (tmp_path / "converted" / "mine.py").write_text("other")
+    assert "mine.py" in verify.verify(tmp_path / "converted")["diffs"]
+
+
+def test_code_of_another_repository_is_never_taken_along(encoder, tmp_path):
+    own_tokenizer(encoder, auto_map={"AutoTokenizer": "someone/else--mine.Mine"})
+    with pytest.raises(ApproxError, match="code of another repository, which no revision pins") as caught:
+        convert.convert(encoder, tmp_path / "converted", PLAN, trust_remote_code=True)
+    assert caught.value.exit_code == Exit.UNSUPPORTED
+
+
+@pytest.mark.parametrize("revision", [None, "main", "0123abcd"])
+def test_trust_needs_the_commit_of_a_model_of_the_hub(encoder, revision):
+    source = checkpoint.locate(encoder)
+    source.revision = "0" * 40
+    with pytest.raises(ApproxError, match=f"it is now --revision {'0' * 40}"):
+        code_to_carry(source, revision)
+    assert code_to_carry(source, "0" * 40) == {}
+
+
+@pytest.mark.parametrize(
+    "name", ["LICENSE", "LICENCE.md", "license.txt", "NOTICE", "COPYING", "COPYING.LESSER", "USE_POLICY.md"]
+)
+def test_a_licence_goes_along(encoder, tmp_path, name):
+    (encoder / name).write_text("Terms")
+    (encoder / "licenses.py").write_text("")
+    (tmp_path / "copied").mkdir()
+    copy_companions(checkpoint.locate(encoder), tmp_path / "copied")
+    assert (tmp_path / "copied" / name).read_text() == "Terms"
+    assert not (tmp_path / "copied" / "licenses.py").exists()

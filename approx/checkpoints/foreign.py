@@ -240,6 +240,6 @@ def _lines(value: Any) -> bytes:
 
 def _difference(name: str, ours: bytes, theirs: bytes) -> str:
     """A unified difference of two texts; in words where the texts look alike."""
-    texts = [data.decode("utf-8", "backslashreplace").splitlines() for data in (ours, theirs)]
-    lines = difflib.unified_diff(*texts, f"approx {__version__}", name, lineterm="", n=1)
+    before, after = (data.decode("utf-8", "backslashreplace").splitlines() for data in (ours, theirs))
+    lines = difflib.unified_diff(before, after, f"approx {__version__}", name, lineterm="", n=1)
     return "\n".join(lines) or f"{len(ours):,} bytes written by approx, {len(theirs):,} bytes here"

@@ -20,12 +20,8 @@ from approx.conversion.card import CARD, Publication, inherited, pipeline_of, wr
 from approx.errors import ApproxError, Exit
 from approx.pushing.privacy import Private, findings, private_here, rewritten, scrubbed, without_origins
 from approx.pushing.results import Results, dataset_of, results_of
-<<<<<<< HEAD
 from approx.seam.manifest import MANIFEST, accept, names, seal
-=======
-from approx.seam.manifest import MANIFEST, accept, seal
 from approx.version import __version__
->>>>>>> 342ee40 (Code of others stays out of converted folders, unless the user says --trust-remote-code; licences go along)
 
 RECORDS = "records"
 # Files beside the model that belong to it, though they were written after the manifest.
@@ -80,8 +76,8 @@ def check(name: str | Path) -> Checked:
     made = conversion(source.raw.get("approx") or {})
     if made is None:
         raise ApproxError(f"{name} has no conversion in its history. Convert its base again.", Exit.UNAVAILABLE)
-    notes = _check_code(source, made.approx)
     opened = checkpoint.load(folder, offline=True)
+    notes = _check_code(source, made.approx)
     sealed = names(folder)
     there = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
     beside = [one for one in there if "/" not in one and Path(one).suffix in _TAKEN]

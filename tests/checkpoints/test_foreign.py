@@ -125,7 +125,7 @@ def without_a_map(folder: Path, code: str) -> None:
 
 PLACES = [
     edited, in_a_subfolder, in_an_absolute_folder, in_a_file_beside, under_a_name_that_looks_alike, behind_a_link,
-    behind_a_link_in_place_of_a_file, as_generation, as_tokenizer, as_processor, as_pipeline, as_module, as_activation,
+    as_generation, as_tokenizer, as_processor, as_pipeline, as_module, as_activation,
     as_another_kind_of_file, with_other_line_ends, without_a_map,
 ]  # fmt: skip
 # Changes that an earlier version could have written; they do not run either.

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers.utils.generic import ModelOutput
 
 from approx.conversion import surgery
 from approx.conversion.calibration import mechanisms
@@ -10,6 +11,7 @@ from approx.finetuning.options import Distillation
 from approx.finetuning.parameters import attention_layers, own_parameters
 from approx.planning.example_inputs import example_inputs
 from approx.planning.plan import Plan
+from approx.seam.observe import observe
 from zoo import tiny
 
 HEDGEHOG = {"feature_map": "hedgehog", "window": 2}
@@ -25,10 +27,14 @@ def inputs_of(model, length: int = 24):
     return example_inputs(model, length, batch=2, padded=6, device=model.device)
 
 
-@pytest.mark.parametrize("match", ["outputs", "weights"])
-@pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize(
-    "architecture", ["BertForSequenceClassification", "GPT2LMHeadModel", "LlamaForCausalLM", "Wav2Vec2ForCTC"]
+    ("architecture", "joint", "match"),
+    [
+        ("BertForSequenceClassification", False, "outputs"),
+        ("GPT2LMHeadModel", True, "outputs"),
+        ("LlamaForCausalLM", False, "weights"),
+        ("Wav2Vec2ForCTC", True, "weights"),
+    ],
 )
 def test_transfer_lowers_the_error_of_every_layer_and_trains_nothing_else(architecture, joint, match):
     model = converted(architecture, **HEDGEHOG)
@@ -167,3 +173,114 @@ def test_mechanisms_learn_jointly_on_inputs_that_they_would_leave_exact():
     loss.backward()
     assert float(loss.detach()) > 0
     assert all(mechanism.exact_below == 1000 for mechanism in mechanisms(model))
+
+
+class Fixed:
+    """A model that says given logits; the calls are kept."""
+
+    def __init__(self, logits: torch.Tensor, **more: torch.Tensor) -> None:
+        self.said, self.calls = {"logits": logits, **more}, []
+
+    def eval(self):
+        return self
+
+    def requires_grad_(self, wanted: bool):
+        return self
+
+    def __call__(self, **inputs):
+        self.calls.append(inputs)
+        return ModelOutput(self.said)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0, 5.0])
+@pytest.mark.parametrize("shape", [(3, 4), (3, 6, 4)])
+def test_outputs_are_distilled_by_their_divergence_times_the_squared_temperature(temperature, shape):
+    own, due = torch.randn(2, *shape)
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0]])
+    p, q = ((x.double() / temperature).softmax(-1) for x in (due, own))
+    apart = temperature**2 * (p * (p / q).log()).sum(-1)
+    expected = apart.mean() if len(shape) == 2 else apart[mask.bool()].mean()
+    weights = Distillation(logits=0.5, hidden=0.0, temperature=temperature)
+    loss = Distill(Fixed(due), weights).loss(Fixed(own), Fixed(own), {"attention_mask": mask})
+    assert float(loss) == pytest.approx(0.5 * float(expected), rel=1e-5)
+
+
+def test_a_single_number_is_distilled_by_its_squared_error_and_two_heads_by_their_mean():
+    own, due = torch.tensor([[1.0], [4.0]]), torch.tensor([[3.0], [5.0]])
+    plain = Distillation(hidden=0.0)
+    assert float(Distill(Fixed(due), plain).loss(Fixed(own), Fixed(own), {})) == pytest.approx(2.5)
+    two = [Fixed(x, start_logits=torch.zeros(2, 3)) for x in (due, own)]
+    assert float(Distill(two[0], plain).loss(two[1], two[1], {})) == pytest.approx(1.25)
+
+
+def test_targets_are_read_only_where_labels_count():
+    own, inputs = torch.randn(2, 3), {"input_ids": torch.ones(2, 4), "labels": torch.tensor([0, 1])}
+    teacher, student = Fixed(own), Fixed(own, loss=torch.tensor(0.25))
+    assert float(Distill(teacher, Distillation(hidden=0.0)).loss(student, student, inputs)) == pytest.approx(
+        0.0, abs=1e-6
+    )
+    assert [set(one.calls[0]) for one in (teacher, student)] == [{"input_ids"}] * 2
+    loss = Distill(teacher, Distillation(hidden=0.0, labels=3.0)).loss(student, student, inputs)
+    assert float(loss) == pytest.approx(0.75, abs=1e-6)
+    assert [set(one.calls[1]) for one in (teacher, student)] == [{"input_ids"}, {"input_ids", "labels"}]
+
+
+@pytest.mark.parametrize("part", ["hidden", "attention"])
+def test_each_part_is_a_mean_over_layers_by_its_weight(part):
+    model = converted("BertForSequenceClassification", "local", left=1, right=1)
+    teacher, inputs = teacher_of(model), inputs_of(model)
+    others = {"logits": 0.0, "hidden": 0.0, "attention": 0.0}
+    once, thrice = (
+        float(Distill(teacher, Distillation(**{**others, part: weight})).loss(model, model, inputs))
+        for weight in (1.0, 3.0)
+    )
+    assert thrice == pytest.approx(3 * once, rel=1e-5)
+    if part == "hidden":
+        mask = inputs["attention_mask"][:, :, None]
+        with torch.no_grad():
+            own, due = (one(**inputs, output_hidden_states=True).hidden_states[1:] for one in (model, teacher))
+        errors = [
+            float(((x - y) * mask).square().sum() / (y * mask).square().sum()) for x, y in zip(own, due, strict=True)
+        ]
+        assert once == pytest.approx(sum(errors) / 3, rel=1e-4)
+
+
+def test_transfer_is_the_mean_over_layers_of_the_error_on_the_same_inputs():
+    model = converted("BertForSequenceClassification", **HEDGEHOG)
+    inputs = inputs_of(model)
+    calls = []
+    with torch.no_grad(), exactly(model), observe(model, calls.append):
+        model.eval()(**inputs)
+    errors = []
+    for call in calls:
+        with torch.no_grad():
+            mine = call.mechanism(call.q, call.k, call.v, call.mask)
+        real = call.mask[:, None, :, None]
+        errors.append(float(((mine - call.output) * real).square().sum() / (call.output * real).square().sum()))
+    loss = float(Transfer(model, joint=False, match="outputs").loss(model, model, inputs).detach())
+    assert len(errors) == 3
+    assert loss == pytest.approx(sum(errors) / 3, rel=1e-3)
+
+
+@pytest.mark.parametrize("architecture", ["BertForSequenceClassification", "LlamaForCausalLM"])
+def test_weights_are_compared_with_the_softmax_over_visible_keys(architecture):
+    model = converted(architecture, **HEDGEHOG)
+    inputs = inputs_of(model)
+    calls = []
+    with torch.no_grad(), exactly(model), observe(model, calls.append):
+        model.eval()(**inputs)
+    expected = []
+    for call in calls:
+        keys = call.k.repeat_interleave(call.q.shape[1] // call.k.shape[1], 1)
+        scores = (call.q @ keys.transpose(2, 3)) * call.mechanism.scale
+        seen = call.mask[:, None, None].expand_as(scores).clone()
+        if call.mechanism.causal:
+            seen &= torch.ones_like(seen).tril()
+        due = scores.masked_fill(~seen, float("-inf")).softmax(-1).nan_to_num(0.0)
+        with torch.no_grad():
+            given = call.mechanism.weights(call.q, call.k, call.mask)
+        apart = (due * (due.clamp(min=1e-6).log() - given.clamp(min=1e-6).log())).sum(-1)
+        real = call.mask[:, None].expand_as(apart)
+        expected.append(float(apart[real].mean()))
+    loss = float(Transfer(model, joint=False, match="weights").loss(model, model, inputs).detach())
+    assert loss == pytest.approx(sum(expected) / len(expected), rel=1e-3)

@@ -1,10 +1,18 @@
-"""What the Trainer leaves behind, and a loss that nothing changes."""
+"""One mode: rates, decay, penalties, counts, what the Trainer leaves behind, and a loss that nothing changes."""
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from approx.errors import ApproxError, Exit
-from tiny_training import model_of, options_of, trained
+from approx.finetuning.preparation import prepare_training
+from approx.finetuning.trainer import _Trainer, disk_errors, last_complete
+from tiny_classifier import tiny_tokenizer
+from tiny_training import model_of, options_of, trained, write_sst2
 
 
 def test_after_bfloat16_training_the_forward_pass_is_that_of_the_weights_again(sst2, tmp_path):
@@ -24,3 +32,139 @@ def test_a_mode_that_can_train_nothing_is_refused(sst2, tmp_path):
     with pytest.raises(ApproxError, match="'transfer' trains changes its loss") as refused:
         trained(model, tmp_path / "work", options)
     assert refused.value.exit_code == Exit.UNSUPPORTED
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory):
+    """A Trainer of a mode of 100 steps, that does not train; changes to its mode."""
+    folder = tmp_path_factory.mktemp("trainer")
+    model, stage = model_of(), options_of(write_sst2(folder), learning_rate=None, recover=["task"], steps=100)
+    prepared = prepare_training(model, tiny_tokenizer(), stage)
+
+    def make(**changes: Any) -> _Trainer:
+        phase = replace(prepared.phases[0], **changes)
+        return _Trainer(model, phase, prepared.data, prepared.measure, folder / "work", lambda *words: None)
+
+    return make
+
+
+def test_mechanisms_learn_at_a_rate_of_their_own_and_only_matrices_of_the_base_decay(trainer):
+    made = trainer(learning_rate=1e-4, own_learning_rate=1e-2)
+    names = {id(parameter): name for name, parameter in made.trained.named_parameters()}
+    found = {
+        names[id(parameter)]: (group["lr"], group["weight_decay"])
+        for group in made.create_optimizer().param_groups for parameter in group["params"]
+    }  # fmt: skip
+    assert found.keys() == dict(made.trained.named_parameters()).keys()
+    for name, parameter in made.trained.named_parameters():
+        own = ".mechanism." in name
+        assert found[name] == (1e-2 if own else 1e-4, 0.01 if parameter.dim() == 2 and not own else 0.0), name
+
+
+def test_only_what_a_mode_trains_is_optimised(trainer):
+    made = trainer(trained=["classifier.weight"])
+    (group,) = made.create_optimizer().param_groups
+    assert [one is made.trained.classifier.weight for one in group["params"]] == [True]
+    assert [name for name, one in made.trained.named_parameters() if one.requires_grad] == ["classifier.weight"]
+
+
+def test_the_rate_rises_for_six_per_cent_of_the_steps_and_falls_to_nothing(trainer, monkeypatch):
+    made = trainer(steps=100)
+    rates = [made._rate(step) for step in range(101)]
+    for step, rate in enumerate(rates):
+        assert rate == pytest.approx(min(1.0, (step + 1) / 6) * 0.5 * (1 + math.cos(math.pi * step / 100)))
+    assert rates[100] == pytest.approx(0.0)
+    # Where time runs out sooner, it falls with the time.
+    timed = trainer(steps=1000, seconds=10.0)
+    monkeypatch.setattr(timed.watch, "seconds", lambda: 5.0)
+    assert timed._rate(100) == pytest.approx(0.5)
+    monkeypatch.setattr(timed.watch, "seconds", lambda: 20.0)
+    assert timed._rate(100) == pytest.approx(0.0)
+    # A training of one step begins at its full rate.
+    assert trainer(steps=1)._rate(0) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("batch", "accumulate", "each"), [(8, 1, 8), (8, 4, 2), (6, 2, 3)])
+def test_a_step_is_shared_among_its_passes(trainer, batch, accumulate, each):
+    arguments = trainer(batch_size=batch, accumulate=accumulate, steps=250, evaluate_every=7, seed=3).args
+    assert arguments.per_device_train_batch_size == each
+    assert arguments.gradient_accumulation_steps == accumulate
+    assert (arguments.max_steps, arguments.logging_steps, arguments.seed) == (250, 2, 3)
+    assert (arguments.eval_steps, arguments.save_steps, arguments.load_best_model_at_end) == (7, 7, True)
+    assert (arguments.metric_for_best_model, arguments.greater_is_better) == ("eval_accuracy", True)
+
+
+def test_the_penalty_of_spans_is_added_by_its_weight(tmp_path):
+    model = model_of("adaptive-span", max_span=16, ramp=4)
+    stage = options_of(write_sst2(tmp_path), recover=["task"], steps=1)
+    prepared = prepare_training(model, tiny_tokenizer(), stage)
+    inputs = prepared.data.batch([0, 1, 2, 3], 0)
+    losses = []
+    for penalty in (0.0, 1.0, 3.0):
+        phase = replace(prepared.phases[0], penalty=penalty)
+        made = _Trainer(model.eval(), phase, prepared.data, prepared.measure, tmp_path / "work", lambda *words: None)
+        losses.append(float(made.compute_loss(model, inputs).detach()))
+    added = float(model.attention_penalty().detach())
+    assert added > 0
+    assert losses[1:] == pytest.approx([losses[0] + added, losses[0] + 3 * added])
+
+
+def test_tokens_and_time_are_counted_and_survive_an_interruption(trainer, monkeypatch):
+    made = trainer(seconds=100.0)
+    watch, mask = made.watch, torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
+    watch.count({"input_ids": torch.zeros(2, 4), "attention_mask": mask})
+    assert watch.tokens == 5
+    watch.count({"input_ids": torch.zeros(2, 4)})
+    assert watch.tokens == 13
+    watch.count({})
+    assert watch.tokens == 13
+    watch.take({"seconds": 40.0, "tokens": 7})
+    assert watch.tokens == 7
+    assert 40.0 <= watch.seconds() < 45.0
+    assert watch.share_of_time() == pytest.approx(0.4, abs=0.05)
+    assert watch.kept()["tokens"] == 7
+    assert 40.0 <= watch.kept()["seconds"] < 45.0
+    assert trainer(seconds=None).watch.share_of_time() == 0.0
+
+
+def test_the_line_of_progress_tells_rate_speed_and_what_is_left(trainer, monkeypatch):
+    said = []
+    made = trainer(steps=100)
+    made.watch._progress = lambda *words: said.append(words)
+    monkeypatch.setattr(made.watch, "seconds", lambda: 30.0)
+    made.watch.tokens = 60_000
+    made.create_optimizer()
+    made.create_scheduler(100)
+    made.watch.on_log(None, None, None, logs={"loss": 0.51239})
+    made.watch._say(SimpleNamespace(global_step=25))
+    ((words, done, total),) = said
+    first = made.phase.learning_rate / 6
+    assert words in (
+        f"task | loss 0.5124 | rate {first:.1e} | 2,000 tokens/s | 90 s left",
+        f"task | loss 0.5124 | rate {first:.1e} | 2,000 tokens/s | 2 min left",
+    )
+    assert (done, total) == (25, 100)
+    monkeypatch.setattr(made.watch, "seconds", lambda: 10.0)
+    made.watch._say(SimpleNamespace(global_step=25))
+    assert said[1][0].endswith("| 30 s left")
+
+
+@pytest.mark.parametrize("complete", [(), (4,), (4, 20, 8)])
+def test_the_latest_complete_checkpoint_goes_by_its_step(tmp_path, complete):
+    for step in (4, 8, 20, 100):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        if step in complete:
+            (tmp_path / f"checkpoint-{step}" / "complete.json").write_text("{}")
+    found = last_complete(tmp_path)
+    assert found == (tmp_path / f"checkpoint-{max(complete)}" if complete else None)
+
+
+def test_a_full_disk_names_the_state_that_is_kept(tmp_path):
+    for state in ("", "; the state after step 8 is kept"):
+        if state:
+            (tmp_path / "checkpoint-8").mkdir()
+            (tmp_path / "checkpoint-8" / "complete.json").write_text("{}")
+        with pytest.raises(ApproxError) as caught, disk_errors(tmp_path):
+            raise OSError(28, "No space left on device")
+        assert f"{tmp_path}: No space left on device{state}. Free space" in str(caught.value)
+        assert caught.value.exit_code == Exit.UNAVAILABLE

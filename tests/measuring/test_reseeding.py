@@ -55,12 +55,13 @@ def equal(one, other):
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_another_draw_is_known_by_its_seed_and_gone_afterwards(converted, frozen):
-    opened = converted("clustered", clusters=2, bits=8, frozen=frozen)
+@pytest.mark.parametrize(("frozen", "own"), [(False, 0), (True, 3)])
+def test_another_draw_is_known_by_its_seed_and_gone_afterwards(converted, frozen, own):
+    opened = converted("clustered", clusters=2, bits=8, frozen=frozen, seed=own)
     before, drawing = state(opened), mechanisms(opened.model)
     mechanism: Any = drawing[0]
     seed, seen = mechanism.seed, []
+    assert seed == own
     for identity in (None, "known"):
         again = reseeding(opened, subject(opened, identity))
         assert again is not None
@@ -77,6 +78,15 @@ def test_another_draw_is_known_by_its_seed_and_gone_afterwards(converted, frozen
     assert {identity for identity, _ in seen[:3]} == {None}
     assert len({"known", *(identity for identity, _ in known)}) == 3
     assert known[0][0] == known[2][0]
+
+
+def test_a_raised_seed_draws_what_a_conversion_with_that_seed_does(converted):
+    opened, other = (converted("clustered", clusters=2, bits=8, frozen=False, seed=seed) for seed in (3, 5))
+    again = reseeding(opened, subject(opened))
+    assert again is not None
+    with again(2):
+        assert equal(state(opened), state(other))
+    assert not equal(state(opened), state(other))
 
 
 def test_an_error_inside_leaves_the_draw_of_the_checkpoint(converted):

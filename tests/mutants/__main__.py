@@ -59,7 +59,8 @@ def main() -> int:
         importlib.import_module(name)
     gc.freeze()
     with tempfile.TemporaryDirectory(prefix="approx-mutants-") as scratch:
-        place = Room(ROOT, room["sources"], room.get("tests", [f"tests/{asked.room}"]), Path(scratch), asked.jobs)
+        tests = room.get("tests", [f"tests/{asked.room}"])
+        place = Room(ROOT, room["sources"], tests, Path(scratch), asked.jobs, room.get("slow", True))
         try:
             baseline = baseline_of(place, report.with_name(f"{asked.room}-baseline.json"))
         except RuntimeError as error:

@@ -49,6 +49,7 @@ def baseline_of(room: Room, kept: Path) -> Baseline:
         {name: path for name, path in files.items() if not path.name.startswith("test_")},
         version("torch"),
         version("transformers"),
+        f"slow {room.slow}",
     )
     known = json.loads(kept.read_text(encoding="utf-8")) if kept.is_file() else {}
     done = known.get("files", {}) if known.get("ground") == ground else {}
@@ -69,7 +70,7 @@ def _run(room: Room, files: list[str]) -> dict[str, dict[str, Any]]:
 
     def run() -> int:
         recorder = Recorder(copy / room.sources)
-        code = run_pytest(copy, files, recorder)
+        code = run_pytest(room, copy, files, recorder)
         told.write_text(json.dumps(recorder.result()))
         return code
 

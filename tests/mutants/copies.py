@@ -19,13 +19,18 @@ NO_TESTS = 5
 
 @dataclass(frozen=True)
 class Room:
-    """What is changed and what must notice: sources and tests of `root`, run in `jobs` copies under `scratch`."""
+    """What is changed and what must notice: sources and tests of `root`, run in `jobs` copies under `scratch`.
+
+    Attributes:
+        slow: Whether tests marked slow run too.
+    """
 
     root: Path
     sources: str
     tests: list[str]
     scratch: Path
     jobs: int
+    slow: bool = True
 
     @cached_property
     def copies(self) -> list[Path]:
@@ -49,7 +54,7 @@ class Room:
         return made
 
 
-def run_pytest(copy: Path, arguments: list[str], plugin: Any) -> int:
+def run_pytest(room: Room, copy: Path, arguments: list[str], plugin: Any) -> int:
     """Run tests of a copy, on its own code; the exit code."""
     os.chdir(copy)
     ours = [str(copy), str(copy / "kernels")]
@@ -59,8 +64,8 @@ def run_pytest(copy: Path, arguments: list[str], plugin: Any) -> int:
     os.environ["APPROX_TESTS_RUN"] = str(copy.parent / "run")
     os.makedirs(os.environ["APPROX_TESTS_RUN"], exist_ok=True)
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(dir=copy.parent)
-    # The slow tests notice what the quick ones cannot.
-    every = ["-m", "not gpu and not network"]
+    # The slow tests may notice what the quick ones cannot.
+    every = ["-m", "not gpu and not network" + " and not slow" * (not room.slow)]
     code = pytest.main(["-q", "-p", "no:cacheprovider", *every, *arguments], plugins=[plugin])
     shutil.rmtree(tempfile.tempdir, ignore_errors=True)
     return int(code)

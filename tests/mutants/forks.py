@@ -63,7 +63,7 @@ def _try(room: Room, copy: Path, mutant: Mutant, chosen: dict[str, float]) -> in
         by_file[file] = by_file.get(file, 0.0) + seconds
     namesake = f"test_{Path(mutant.file).stem}.py"
     files = sorted(by_file, key=lambda file: (Path(file).name != namesake, by_file[file]))
-    return fork(lambda: run_pytest(copy, ["-x", *files], Chosen(chosen, files, told)), copy.with_suffix(".log"))
+    return fork(lambda: run_pytest(room, copy, ["-x", *files], Chosen(chosen, files, told)), copy.with_suffix(".log"))
 
 
 def _noticed(copy: Path, code: int) -> str | None:

@@ -61,11 +61,11 @@ def test_the_squared_gradient_of_the_surrogate_is_twice_the_divergence_of_a_smal
     logits = torch.randn(shape, dtype=torch.float64)
     change = torch.randn(shape, dtype=torch.float64) * 0.03
     generator = torch.Generator().manual_seed(0)
-    draws, total = 4000, torch.zeros(2, dtype=torch.float64)
+    draws, total = 1500, torch.zeros(2, dtype=torch.float64)
     for _ in range(draws):
         own = logits.clone().requires_grad_()
         (gradient,) = torch.autograd.grad(surrogate(Outputs(logits=own), None, generator), [own])
         total += (gradient * change).flatten(1).sum(1).square()
     exact = divergence(Outputs(logits=logits + change), Outputs(logits=logits), None).double()
-    # The mean of 4,000 squares is known to about 3 %; terms of third order add as much.
-    assert torch.allclose(total / draws / 2, exact, rtol=0.15, atol=1e-6)
+    # The mean of 1,500 squares is known to about 5 %; terms of third order add half as much.
+    assert torch.allclose(total / draws / 2, exact, rtol=0.2, atol=1e-6)

@@ -80,6 +80,25 @@ def test_no_answer_wins_only_in_version_2_and_only_by_its_margin():
         assert task.combine(example, parts) == expected
 
 
+@pytest.mark.parametrize(
+    ("none", "spans", "answer"),
+    [
+        ([9.0, 1.0], [2.0, 0.0], "the"),
+        ([1.0, 9.0], [2.0, 0.0], "the"),
+        ([9.0, 3.0], [2.0, 0.0], ""),
+        # The best span is what every window without an answer has to beat.
+        ([3.0, 3.0], [2.0, 4.0], "film"),
+        ([2.0, 9.0], [2.0, 0.0], "the"),
+    ],
+)
+def test_no_answer_wins_only_if_every_window_prefers_it(none, spans, answer):
+    """A window that lacks the answer always prefers none, and says nothing of the others."""
+    example = Example("a", {"question": "what", "context": "the film"}, [])
+    places = ([0, 3], [4, 8])
+    parts = [{"none": one, "spans": [[score, *place]]} for one, score, place in zip(none, spans, places, strict=True)]
+    assert open_task("squad_v2").combine(example, parts) == answer
+
+
 def test_answers_lie_within_the_text_and_are_short_enough():
     task, tokenizer = open_task("squad", longest_answer=2), tiny_tokenizer()
     example = Example("a", {"question": "film is good", "context": CONTEXT}, [])

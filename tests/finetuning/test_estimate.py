@@ -1,0 +1,51 @@
+"""What a training would take, by trial steps that change nothing."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+from approx.finetuning import estimate as estimating
+from approx.finetuning.estimate import estimate
+from approx.finetuning.preparation import prepare_training
+from tiny_classifier import tiny_tokenizer
+from tiny_training import model_of, options_of, write_sst2
+
+
+@pytest.mark.parametrize("recover", [["transfer"], ["task"], ["lora", "task"]])
+def test_a_trial_step_tells_time_and_memory_and_leaves_the_model_alone(recover, tmp_path, monkeypatch):
+    if "lora" in recover:
+        pytest.importorskip("peft")
+    model = model_of()
+    stage = options_of(write_sst2(tmp_path), recover=recover, steps=50, batch_size=8, accumulate=2, learning_rate=0.25)
+    prepared = prepare_training(model, tiny_tokenizer(), stage)
+    state, free = copy.deepcopy(model.state_dict()), {name: one.requires_grad for name, one in model.named_parameters()}
+    times = iter([10.0, 10.5] * 9)
+    monkeypatch.setattr(estimating.time, "perf_counter", lambda: next(times))
+    peaks = []
+    monkeypatch.setattr(estimating, "peak_mb", lambda step, device: peaks.append(step()) or 3.0)
+    found = estimate(model, prepared.phases[0], prepared, stage)
+    assert (found["mode"], found["steps"], found["batch_size"], found["learning_rate"]) == (recover[-1], 50, 8, 0.25)
+    # Half a second for each of two passes, fifty times.
+    assert found["seconds"] == 50.0
+    limited = replace(prepared.phases[0], seconds=20.0)
+    assert estimate(model, limited, prepared, stage)["seconds"] == 20.0
+    assert found["parameters"] == sum(one.numel() for one in model.parameters())
+    own = sum(one.numel() for name, one in model.named_parameters() if ".mechanism." in name)
+    if recover == ["task"]:
+        assert found["trained"] == found["parameters"]
+    elif recover == ["transfer"]:
+        assert found["trained"] == own
+    else:
+        assert own < found["trained"] < found["parameters"]
+    # The peak of a step, the weights, and the two averages that an optimiser keeps of each trained number.
+    weights = sum(one.numel() * 4 for one in model.parameters())
+    if "lora" not in recover:
+        assert found["memory_mb"] == pytest.approx(3.0 + (weights + 8 * found["trained"]) / 1e6, abs=0.06)
+    assert len(peaks) == 2
+    assert state.keys() == model.state_dict().keys()
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
+    assert free == {name: one.requires_grad for name, one in model.named_parameters()}
+    assert all(one.grad is None for one in model.parameters())
+    assert not model.training

@@ -1,0 +1,52 @@
+"""Durations, budgets, and the training of a stage of a recipe."""
+
+import pytest
+
+from approx.finetuning.options import FinetuneStage, HealStage, allowed_loss, seconds
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "value"),
+    [
+        (seconds, "90s", 90.0),
+        (seconds, " 1.5m ", 90.0),
+        (seconds, "2h", 7200.0),
+        (seconds, "0s", None),
+        (seconds, "5", None),
+        (seconds, "1d", None),
+        (allowed_loss, "loss<=0.5", 0.5),
+        (allowed_loss, " loss <= 2", 2.0),
+        (allowed_loss, "loss<0.5", None),
+        (allowed_loss, "kl<=1", None),
+    ],
+)
+def test_reads_durations_and_budgets_or_refuses_them(read, text, value):
+    if value is not None:
+        assert read(text) == value
+        return
+    with pytest.raises(ValueError, match=r"e\.g\."):
+        read(text)
+
+
+def test_the_time_is_read_from_its_text():
+    assert FinetuneStage(time_budget="2m").seconds == 120.0
+    assert FinetuneStage().seconds is None
+
+
+@pytest.mark.parametrize(
+    ("recover", "of_the_base"),
+    [
+        (None, None),
+        (["transfer"], None),
+        (["distill"], None),
+        (["transfer", "task"], ["task"]),
+        (["distill", "lora", "task"], ["lora", "task"]),
+        (["lora", "distill"], None),
+        (["clm"], ["clm"]),
+    ],
+)
+def test_the_base_is_trained_by_the_modes_that_need_no_conversion(recover, of_the_base):
+    stage = HealStage(recover=recover, steps=7, budget="loss<=1", variants=["a"])
+    assert stage.of_the_base.recover == of_the_base
+    assert (stage.of_the_base.steps, stage.of_the_base.budget) == (7, None)
+    assert stage.training == FinetuneStage(recover=recover, steps=7, budget="loss<=1")

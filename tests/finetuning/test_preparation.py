@@ -1,0 +1,230 @@
+"""Settings of each mode, from what was asked for, the data and the model; nothing is trained."""
+
+import copy
+
+import pytest
+import torch
+
+from approx.errors import ApproxError, Exit
+from approx.finetuning.objectives import Distill, Supervised, Transfer
+from approx.finetuning.options import FinetuneStage
+from approx.finetuning.parameters import head_parameters, own_parameters
+from approx.finetuning.phase import Measure
+from approx.finetuning.preparation import measure_of, prepare_training, with_adapters
+from tiny_classifier import tiny_tokenizer
+from tiny_training import model_of, write_sst2
+from typed import known
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_sst2(tmp_path_factory.mktemp("data"))
+
+
+def prepared(data, model=None, **options):
+    stage = FinetuneStage(**{"task": "glue/sst2", "data": data, **options})
+    return prepare_training(model or model_of(), tiny_tokenizer(), stage)
+
+
+# 80 examples, 8 of them held out: 72 are trained on.
+@pytest.mark.parametrize(
+    ("recover", "options", "expected"),
+    [
+        # batch, rate, rate of mechanisms, steps, validations every
+        ("transfer", {}, (16, 1e-4, 1e-2, 200, 20)),
+        ("distill", {}, (32, 1e-4, 1e-3, 200, 20)),
+        ("task", {}, (32, 5e-5, 5e-4, 200, 20)),
+        ("transfer", {"learning_rate": 0.5}, (16, 0.005, 0.5, 200, 20)),
+        # A rate that is asked for is that of every parameter.
+        ("task", {"learning_rate": 0.5}, (32, 0.5, 0.5, 200, 20)),
+        ("task", {"batch_size": 8, "epochs": 2}, (8, 5e-5, 5e-4, 18, 2)),
+        ("task", {"batch_size": 8, "epochs": 0.01}, (8, 5e-5, 5e-4, 1, 1)),
+        ("task", {"steps": 25}, (32, 5e-5, 5e-4, 25, 3)),
+        ("task", {"steps": 25, "epochs": 9, "evaluate_every": 7}, (32, 5e-5, 5e-4, 25, 7)),
+    ],
+)
+def test_a_mode_has_its_defaults_until_others_are_asked_for(data, recover, options, expected):
+    (phase,) = prepared(data, recover=[recover], **options).phases
+    found = (phase.batch_size, phase.learning_rate, phase.own_learning_rate, phase.steps, phase.evaluate_every)
+    assert found == (expected[0], pytest.approx(expected[1]), pytest.approx(expected[2]), *expected[3:])
+    assert phase.mode == recover
+    assert isinstance(phase.objective, {"transfer": Transfer, "distill": Distill, "task": Supervised}[recover])
+
+
+@pytest.mark.parametrize(("batch", "steps"), [(1, 72 * 4), (2, 200)])
+def test_steps_are_those_of_one_pass_within_bounds(data, tmp_path, batch, steps):
+    from pathlib import Path
+
+    folder = tmp_path / "SST-2"
+    folder.mkdir()
+    head, *rows = (Path(data) / "train.tsv").read_text().splitlines()
+    (folder / "train.tsv").write_text("\n".join([head, *rows * 4]) + "\n")
+    (phase,) = prepared(str(folder), recover=["task"], batch_size=batch).phases
+    assert phase.steps == max(steps, 288 // batch if batch == 1 else 200)
+
+
+def test_a_large_file_has_a_most_of_steps(data, tmp_path):
+    from pathlib import Path
+
+    folder = tmp_path / "SST-2"
+    folder.mkdir()
+    head, *rows = (Path(data) / "train.tsv").read_text().splitlines()
+    (folder / "train.tsv").write_text("\n".join([head, *rows * 30]) + "\n")
+    (phase,) = prepared(str(folder), recover=["task"], batch_size=1).phases
+    assert phase.steps == 2000
+
+
+def test_options_reach_every_mode(data):
+    options = {"accumulate": 2, "patience": 3, "penalty": 0.25, "recompute": True, "bfloat16": True, "seed": 5}
+    for phase in prepared(data, recover=["transfer", "task"], **options).phases:
+        assert {name: getattr(phase, name) for name in options} == options
+        assert (phase.seconds, phase.report_to) == (None, None)
+    (plain,) = prepared(data, recover=["task"]).phases
+    assert (plain.accumulate, plain.patience, plain.penalty, plain.recompute, plain.bfloat16) == (
+        1,
+        None,
+        0.0,
+        False,
+        False,
+    )
+
+
+def test_time_is_shared_among_modes_by_their_weight(data):
+    phases = prepared(data, recover=["transfer", "distill", "task"], time_budget="70s").phases
+    assert [phase.seconds for phase in phases] == pytest.approx([10, 30, 30])
+    # Adapters are no mode of their own.
+    pytest.importorskip("peft")
+    adapted = prepared(data, recover=["transfer", "lora", "task"], time_budget="80s").phases
+    assert [(phase.mode, phase.seconds) for phase in adapted] == [("transfer", 20.0), ("task", 60.0)]
+
+
+def test_each_mode_trains_its_own_parameters(data):
+    model = model_of()
+    own, every = own_parameters(model), [name for name, _ in model.named_parameters()]
+    transfer, distill = prepared(data, model, recover=["transfer", "distill"]).phases
+    assert transfer.trained == own
+    assert distill.trained == every
+    (head,) = prepared(data, model, recover=["task"], train="head").phases
+    assert set(head.trained) == {*own, *head_parameters(model)}
+    (projections,) = prepared(data, model, recover=["transfer"], projections=True).phases
+    assert set(projections.trained) - set(own) == {
+        f"bert.encoder.layer.{layer}.attention.self.{name}.{kind}"
+        for layer in (0, 1) for name in ("query", "key", "value") for kind in ("weight", "bias")
+    }  # fmt: skip
+
+
+def test_after_lora_a_mode_trains_adapters_at_a_higher_rate_and_the_head_of_the_task(data):
+    pytest.importorskip("peft")
+    model = model_of()
+    made = prepared(data, model, recover=["distill", "lora", "task"])
+    first, second = made.phases
+    assert made.adapted == {"task"}
+    assert (first.learning_rate, second.learning_rate) == (1e-4, pytest.approx(5e-4))
+    assert second.own_learning_rate == pytest.approx(5e-3)
+    assert set(second.trained) == {*own_parameters(model), *head_parameters(model)}
+    (distilled,) = prepared(data, model, recover=["lora", "distill"]).phases
+    assert distilled.trained == own_parameters(model)
+    (asked,) = prepared(data, model, recover=["lora", "task"], learning_rate=0.5).phases
+    assert (asked.learning_rate, asked.own_learning_rate) == (0.5, 0.5)
+    whole = with_adapters(model, second, made, FinetuneStage(recover=["lora", "task"]))
+    assert set(whole.trained) > set(second.trained)
+    assert all(".lora_" in name for name in set(whole.trained) - set(second.trained))
+
+
+def test_spans_are_penalised_a_little_unless_asked_otherwise(data):
+    spans = {"max_span": 16, "ramp": 4}
+    penalties = [
+        prepared(data, model_of("adaptive-span", **spans), recover=["task"], **asked).phases[0].penalty
+        for asked in ({}, {"penalty": 0.0}, {"penalty": 2.0})
+    ]
+    assert penalties == [1e-6, 0.0, 2.0]
+    assert prepared(data, model_of("local"), recover=["task"]).phases[0].penalty == 0.0
+    with pytest.raises(ApproxError, match="--penalty weighs the spans of a converted model"):
+        prepared(data, model_of(None), recover=["task"], penalty=1.0)
+    assert prepared(data, model_of(None), recover=["task"], penalty=0.0).phases[0].penalty == 0.0
+
+
+def test_batches_carry_labels_only_where_a_mode_reads_them(data):
+    for recover, options, labelled in (
+        (["transfer"], {}, False),
+        (["distill"], {}, False),
+        (["distill"], {"distill": {"labels": 0.5}}, True),
+        (["transfer", "task"], {}, True),
+    ):
+        assert prepared(data, recover=recover, **options).data.labelled is labelled
+
+
+def test_a_teacher_that_is_given_teaches(data):
+    model, teacher = model_of(), model_of(None)
+    stage = FinetuneStage(task="glue/sst2", data=data, recover=["distill"])
+    phase = prepare_training(model, tiny_tokenizer(), stage, teacher).phases[0]
+    assert isinstance(phase.objective, Distill)
+    assert phase.objective._teacher is teacher
+
+
+def test_what_is_measured_is_the_metric_and_of_transfer_its_loss(data):
+    model = model_of()
+    made = prepared(data, model, recover=["transfer", "task"])
+    transfer, task = made.phases
+    assert measure_of(task, made, model) is made.measure
+    assert (made.measure.name, made.measure.lower_is_better) == ("accuracy", False)
+    loss = measure_of(transfer, made, model)
+    assert (loss.name, loss.lower_is_better) == ("loss", True)
+    # The mean over the held-out inputs, whatever batch they come in, in evaluation mode.
+    every = made.data.held_out.examples
+    assert len(every) == 8
+    held = [made.data.task.encode(example, made.data.processor, None)[0] for example in every]
+    batch = made.data.task.collate(held, made.data.processor)
+    model.train()
+    assert loss.value is not None
+    assert loss.value() == pytest.approx(float(transfer.objective.loss(model.eval(), model, batch)), rel=1e-5)
+    model.train()
+    loss.value()
+    assert model.training
+    small = copy.copy(transfer)
+    object.__setattr__(small, "batch_size", 3)
+    assert known(measure_of(small, made, model).value)() == pytest.approx(loss.value(), rel=0.2)
+
+
+def test_the_metric_is_that_of_the_held_out_examples(data):
+    model = model_of(None)
+    made = prepared(data, model, recover=["task"])
+    right = 0
+    for example in made.data.held_out.examples:
+        encoding = made.data.task.encode(example, made.data.processor, None)[0]
+        with torch.no_grad():
+            right += int(model.eval()(input_ids=torch.tensor([encoding["input_ids"]])).logits.argmax()) == example.label
+    assert made.measure.value is not None
+    assert made.measure.value() == right / 8
+
+
+@pytest.mark.parametrize(
+    ("reach", "share", "shortest", "notes"), [(1, 1.0, 6, 0), (3, 1.0, 6, 0), (5, 0.0, None, 1), (6, 0.0, None, 1)]
+)
+def test_inputs_that_the_mechanisms_approximate_are_counted(data, reach, share, shortest, notes):
+    made = prepared(data, model_of("local", left=reach, right=reach), recover=["task"])
+    assert (made.approximated, made.approximates_from, len(made.notes)) == (share, shortest, notes)
+    assert prepared(data, model_of(None), recover=["task"]).approximated is None
+
+
+@pytest.mark.parametrize(
+    ("lower", "enough", "value", "suffices"),
+    [
+        (True, None, 0.0, False),
+        (True, 0.5, 0.5, True),
+        (True, 0.5, 0.51, False),
+        (True, 0.5, 0.49, True),
+        (False, 0.5, 0.5, True),
+        (False, 0.5, 0.49, False),
+        (False, 0.5, 0.51, True),
+    ],
+)
+def test_a_value_suffices_on_its_own_side_of_the_budget(lower, enough, value, suffices):
+    assert Measure("m", lower, None, enough).suffices(value) is suffices
+
+
+def test_what_is_missing_is_told_before_the_data_are_read(data, monkeypatch):
+    monkeypatch.setattr("approx.finetuning.preparation.find_spec", lambda name: None)
+    with pytest.raises(ApproxError, match="Training needs the package accelerate") as caught:
+        prepared("nowhere", recover=["task"])
+    assert caught.value.exit_code == Exit.MISSING

@@ -1,0 +1,91 @@
+"""What the layers of a model may become: defaults, ladders of settings, shares of heads, and clear names."""
+
+import pytest
+
+from approx.errors import ApproxError, Exit
+from approx.planning.anatomy import anatomy
+from approx.planning.rule import Rule
+from approx.searching.candidates import LADDERS, candidates
+from approx.searching.options import SearchStage
+from zoo import tiny
+
+
+def named(architecture="BertForSequenceClassification", **options):
+    model = tiny(architecture)
+    stage = SearchStage(**{"length": 48, "speed": "2x", **options})
+    return candidates(stage, anatomy(model.config, type(model)))
+
+
+def test_by_default_whatever_runs_without_training_is_tried_if_it_can_save():
+    names = [one.name for one in named(length=1024)]
+    assert names[:2] == ["fastest exact", "flash"]
+    assert {"clustered 25", "clustered 100", "local 32", "local 64", "local 128", "bigbird", "performer"} <= set(names)
+    assert not any(name.startswith(("linear", "sinks")) for name in names)
+    assert all(one.heads is None for one in named(length=1024))
+    # 32 tokens on either side are 64 in all.
+    assert [one.name for one in named(length=65) if one.name.startswith("local")] == ["local 32"]
+    assert not [one for one in named(length=64) if one.name.startswith("local")]
+    assert [one.name for one in named("GPT2LMHeadModel", length=129) if one.name.startswith("sinks")] == [
+        "sinks 128", "sinks"
+    ]  # fmt: skip
+
+
+def test_feature_maps_are_tried_only_after_fitting_or_by_name():
+    fitted = [one.name for one in named(heal="transfer", length=1024) if one.name.startswith("linear")]
+    assert fitted == ["linear feature_map=hedgehog", "linear feature_map=hedgehog 64"]
+    assert [one.rule.settings for one in named(mechanisms="linear")] == list(LADDERS["linear"])
+
+
+def test_what_is_asked_for_by_name_is_tried_once_at_every_setting():
+    found = named(mechanisms=["local", "block", "local"])
+    assert [one.name for one in found] == ["local 32", "local 64", "local 128", "block"]
+    assert [one.rule for one in found[:3]] == [Rule("local", settings=settings) for settings in LADDERS["local"]]
+
+
+@pytest.mark.parametrize(
+    ("rules", "names"),
+    [
+        ([Rule("local", settings={"left": 2, "right": 3}), Rule("block")], ["local 2 3", "block"]),
+        ([Rule("local", settings={"left": 2, "right": 2})], ["local 2"]),
+        # Short names that would be the same are written in full.
+        (
+            [Rule("clustered", settings={"clusters": 4}), Rule("clustered", settings={"iterations": 4})],
+            ["clustered clusters=4", "clustered iterations=4"],
+        ),
+        ([Rule("exact"), Rule("full")], ["fastest exact", "full"]),
+        ([Rule("linear", settings={"feature_map": "relu"})], ["linear feature_map=relu"]),
+    ],
+)
+def test_names_say_mechanism_and_numbers(rules, names):
+    assert [one.name for one in named(candidates=rules)] == names
+
+
+def test_shares_of_the_heads_follow_the_whole_layers():
+    found = named(mechanisms="block", granularity="heads")
+    assert [(one.name, one.heads, one.whole) for one in found] == [
+        ("block", None, "block"), ("block, 1 heads", 1, "block"), ("block, 2 heads", 2, "block"), ("block, 3 heads", 3, "block"),
+    ]  # fmt: skip
+
+
+def test_no_site_becomes_what_it_cannot_run():
+    model = tiny("BertForSequenceClassification")
+    (site, *_) = anatomy(model.config, type(model)).sites
+    (block, one, two, three) = named(mechanisms="block", granularity="heads")
+    assert all(candidate.on(site) for candidate in (block, one, two, three))
+    assert not block._replace(heads=site.heads).on(site)
+    assert not block._replace(rule=Rule("sinks")).on(site)
+
+
+@pytest.mark.parametrize(
+    ("options", "said", "code"),
+    [
+        ({"mechanisms": "locl"}, "Unknown mechanism 'locl'. Did you mean 'local'", Exit.USAGE),
+        ({"mechanisms": "sinks"}, "sinks", Exit.UNSUPPORTED),
+        ({"candidates": [Rule("local", settings={"lefft": 2})]}, "lefft", Exit.USAGE),
+        ({"candidates": [Rule("block"), Rule("block")]}, "The candidate block is listed twice", Exit.USAGE),
+    ],
+)
+def test_refuses_what_no_layer_can_become(options, said, code):
+    with pytest.raises(ApproxError, match=said) as caught:
+        named(**options)
+    assert caught.value.exit_code == code

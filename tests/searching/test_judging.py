@@ -1,0 +1,116 @@
+"""How far a plan is from the base on one part of the data, and what that costs in points."""
+
+import numpy as np
+import pytest
+import torch
+
+from approx.measuring.in_memory import in_memory
+from approx.searching.composition import Composer
+from approx.searching.judging import Judge
+from approx.searching.options import SearchStage
+from tiny_classifier import WORDS, tiny_tokenizer
+from zoo import tiny
+
+from .conftest import CANDIDATES
+
+
+@pytest.fixture(scope="module")
+def judge(base, sentences):
+    options = {
+        "length": 48,
+        "budget": "loss<=1",
+        "task": "glue/sst2",
+        "data": str(sentences),
+        "split": "dev",
+        "examples": 40,
+    }
+    return Judge(base, SearchStage(**options), 0)
+
+
+@pytest.fixture(scope="module")
+def converted(base, facts):
+    composer = Composer(base, facts)
+    return composer.make(composer.everywhere(CANDIDATES[0])).model
+
+
+def logits(model, part):
+    rows = torch.zeros(part.inputs, 2)
+    for batch in part.batches:
+        with torch.no_grad():
+            rows[batch.rows] = model(**batch.inputs).logits
+    return rows.double()
+
+
+@pytest.mark.parametrize("name", ["search", "proof"])
+def test_divergence_and_loss_are_of_the_part_that_is_asked_for(judge, base, converted, name):
+    part = getattr(judge, name)
+    due, given = logits(base.model, part).log_softmax(-1), logits(converted, part).log_softmax(-1)
+    apart = (due.exp() * (due - given)).sum(-1).numpy()
+    found = judge.measure(converted, part)
+    assert found.divergence == pytest.approx(apart.mean(), rel=1e-4)
+    assert judge.divergences(converted, part) == pytest.approx(apart, rel=1e-3, abs=1e-6)
+    labels = np.array([example.label for example in part.prepared.split.examples])
+    owned = labels[part.prepared.owners]
+    right = [(x.argmax(-1).numpy() == owned).astype(float) for x in (due, given)]
+    # The loss is what the base has more, in points of accuracy.
+    assert found.loss == pytest.approx(100 * (right[0].mean() - right[1].mean()))
+    paired = 100 * (right[0] - right[1])
+    assert found.error == pytest.approx(paired.std() / np.sqrt(len(paired)), rel=0.25)
+
+
+def test_the_base_loses_nothing(judge, base):
+    found = judge.measure(base.model, judge.search)
+    assert (found.divergence, found.loss, found.error) == (0.0, 0.0, 0.0)
+
+
+def test_outputs_of_the_base_are_computed_once_for_each_batch(base, text, converted):
+    judge = Judge(base, SearchStage(length=24, budget="kl<=1", text=str(text), examples=4), 0)
+    calls = []
+    hook = base.model.register_forward_pre_hook(lambda *_: calls.append(1))
+    try:
+        first = judge.measure(converted, judge.search)
+        assert judge.measure(converted, judge.search) == first
+        assert len(calls) == 4
+        judge.measure(converted, judge.proof)
+        assert len(calls) == 8
+    finally:
+        hook.remove()
+    assert (judge.unit, first.loss, first.error) == ("nats", None, None)
+
+
+def test_units_are_those_of_the_metric(judge):
+    assert judge.unit == "points"
+
+
+def test_a_lower_perplexity_is_no_loss(tmp_path):
+    torch.manual_seed(0)
+    model = tiny("GPT2LMHeadModel", vocab_size=len(WORDS))
+    file = tmp_path / "text.txt"
+    random = np.random.default_rng(0)
+    file.write_text("\n\n".join(" ".join(random.choice(WORDS[4:], 30)) for _ in range(60)), encoding="utf-8")
+    base = in_memory(model, tiny_tokenizer())
+    stage = SearchStage(
+        length=32,
+        budget="loss<=1",
+        task="lm",
+        data=str(file),
+        examples=20,
+        settings={"window": 32, "stride": 16, "stretch": 128},
+    )
+    judge = Judge(base, stage, 0)
+    assert judge.unit == "%"
+    worse = tiny("GPT2LMHeadModel", vocab_size=len(WORDS))
+    worse.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        for parameter in worse.transformer.ln_f.parameters():
+            parameter.mul_(8)
+    found = judge.measure(worse, judge.search)
+    assert found.loss is not None
+    assert found.loss > 0
+    # The same pair the other way round gains.
+    turned = Judge(in_memory(worse, tiny_tokenizer()), stage, 0)
+    gained = turned.measure(model, turned.search).loss
+    assert gained is not None
+    assert gained < 0
+    # Both are percent of the base's score, so they are not the same number.
+    assert (1 + found.loss / 100) * (1 + gained / 100) == pytest.approx(1, rel=1e-3)

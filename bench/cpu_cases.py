@@ -222,11 +222,12 @@ def one_token(model: Any, length: int, batch: int, dtype: torch.dtype) -> Forwar
     # A state counts the tokens seen, which exceed the number of positions.
     word["position_ids"] = torch.full((batch, 1), length, device=model.device)
 
-    def step() -> None:
-        model(**word, past_key_values=cache, use_cache=True)
+    def step() -> Tensor:
+        out = model(**word, past_key_values=cache, use_cache=True).last_hidden_state
         for layer in cache.layers:
             if type(layer) is DynamicLayer and layer.keys is not None and layer.values is not None:
                 layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
+        return out
 
     return step, torch.empty(0)
 

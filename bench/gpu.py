@@ -1,17 +1,17 @@
-"""Every kernel on one NVIDIA GPU: tests, verification against float64, then timing against SDPA's back ends, the ceiling, and peers.
+"""Every kernel on one NVIDIA GPU: tried on the shapes that are timed, then timed against SDPA's back ends, the ceiling, and peers.
 
-    python bench/gpu.py -o reports/gpu                        # everything in ten minutes; run again to continue
-    python bench/gpu.py -o DIR --no-tests --only 'attention/forward/*' --minutes 3
+    python bench/gpu.py -o reports/gpu                        # 560 seconds; run again to continue
+    python bench/gpu.py -o DIR --only 'attention/forward/*' --budget 180
+    python bench/gpu.py --plan                                # the order, and the time that each stage may take
     python bench/gpu.py -o reports/gpu --redraw               # rebuild page and plot from the record
 
-The stages in order: the card's copy and product rates; `pytest -m gpu`; outputs, gradients and CUDA graphs of every
-contender against float64, since incorrect ones are not timed, and `auto` uses the kernels of an op only if all contenders that
-run it are correct (the result is stored where `approx doctor` looks); attention of one layer, eagerly and as a
-graph; models of twelve layers, also half padded; decoding. Each has a share of the time, and passes on what it does not use.
+A part is a suite/mode/dtype/length x batch/way, and its contenders are mechanisms, back ends and peers. Each contender of a part
+is first tried in a process of its own: outputs and gradients against the reference, and as a CUDA graph. Those that pass take
+turns with exact attention, one after the other. One that fails, hangs or kills its process is a row with its error, and the
+others go on. Each row is stored as soon as it is measured, and the record is written after every stage.
 
-The parts of a stage, suite/mode/dtype/length x batch/way, run in order of importance. The contenders of a part take
-turns with the base; each part is stored as soon as it is done and is not measured again. A contender that fails is a row
-with its error. Writes `record.json` and, from it, `report.md` and a plot.
+The kernels of an op are used by `auto` if all mechanisms that run them are right in a stage of its own, `checks`; the result is
+stored where `approx doctor` looks. Writes `record.json` and, from it, `report.md` and a plot.
 """
 
 import argparse
@@ -32,28 +32,29 @@ import torch
 from rich.console import Console
 
 from approx.errors import ApproxError, Exit
-from approx_kernels.gpu.language import CAPABILITY, triton
+from approx_kernels.gpu.language import CAPABILITY, assembler_obstacle, triton
 from bench import gpu_page, parts
 from bench.gpu_checks import checks, outdated
-from bench.gpu_jobs import LATE, work
+from bench.gpu_jobs import UNTRIED, work
 from bench.gpu_machine import asked, suite_passes
-from bench.gpu_plan import LENGTHS, VERIFIED, checked, compilation, compiled_in, planned, stage_of, verifications
+from bench.gpu_plan import LENGTHS, Stage, checked, planned, stages, tries, verifications
 from bench.gpu_race import Part
-from bench.gpu_workers import Job, carry_out, told
+from bench.gpu_workers import UNFINISHED, Job, carry_out, in_one_line
 
 DEVICE = "cuda"
-MINUTES = 10.0
-# Shares of the time.
-SHARES = {"machine": 0.04, "tests": 0.17, "verification": 0.2, "attention": 0.28, "models": 0.23, "decode": 0.08}
-# Number of processes that compile and verify; seconds without a message after which one counts as hung, if it may have to
-# compile kernels, and if all are compiled.
-LANES, COMPILING, SILENCE = 12, 240.0, 90.0
-# Minimum seconds for the tests.
-LEAST = 30.0
+# Seconds in all, and those kept for the record and the page at the end.
+BUDGET, RESERVE = 560.0, 10.0
+# The share of the time that the tests take where they are asked for, and of a part's time that its tries may take.
+TESTS, TRYING = 0.17, 0.6
+# Number of processes that try and verify, and of those whose references need much memory; seconds without a message after which
+# one counts as hung, if it may have to compile kernels, and if all are compiled.
+LANES, LARGE_LANES, COMPILING, SILENCE = 12, 3, 240.0, 90.0
+# Tokens from which references need much memory.
+LARGE = 4096
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
-    """Run one stage after the other; always write the record of all stored parts.
+    """Run one stage after the other, and write the record of all stored parts after each.
 
     Raises:
         ApproxError: if the folder is that of another card, or this one fails at copying and multiplying.
@@ -67,21 +68,66 @@ def run(options: argparse.Namespace, console: Console) -> None:
             f"{folder} holds what was measured on {then['gpu']}, and this is {now}. Take another folder with -o.",
             Exit.REFUSED,
         )
+    end = begun + options.budget - min(RESERVE, options.budget / 10)
     # Nothing else can run without it.
-    _carry_out([Job("machine", {"kind": "machine"})], folder, begun + 60 * options.minutes, 1, options, console)
+    _carry_out([Job("machine", {"kind": "machine"})], folder, end, 1, options, console)
     if (machine := parts.kept(folder, "machine")) is None or "error" in machine:
         why = "it took too long" if machine is None else machine["error"]
         raise ApproxError(f"The GPU was asked to copy and multiply, but {why}. Fix that first.", Exit.MISSING)
     card = machine["environment"]
-    if "capability" in card and tuple(map(int, card["capability"].split("."))) < CAPABILITY:
+    capability = tuple(map(int, card.get("capability", "8.0").split(".")))
+    if capability < CAPABILITY:
         raise ApproxError(
             f"{card['gpu']} has compute capability {card['capability']}; the kernels are for 8.0 (A100) and later.",
             Exit.UNSUPPORTED,
         )
+    if why := assembler_obstacle(*capability):
+        raise ApproxError(f"The kernels would not be right on {card['gpu']}: {why}", Exit.MISSING)
     try:
-        _stages(options, folder, begun, console)
+        if options.tests and not (parts.kept(folder, "tests") or {"finished": False})["finished"]:
+            console.print("tests", highlight=False)
+            parts.keep(folder, "tests", suite_passes(options.output / "tests.log", TESTS * options.budget))
+        for stage, deadline in allotted(stages(), time.monotonic(), end):
+            _run_stage(stage, deadline, options, console)
+            _gather(options.output, time.monotonic() - begun)
     finally:
-        _gather(options.output, (time.monotonic() - begun) / 60)
+        _gather(options.output, time.monotonic() - begun)
+
+
+def allotted(chosen: tuple[Stage, ...], begun: float, end: float) -> list[tuple[Stage, float]]:
+    """Each stage with its deadline; what one leaves is the next one's."""
+    whole, passed, made = sum(stage.share for stage in chosen), 0.0, []
+    for stage in chosen:
+        passed += stage.share / whole
+        made.append((stage, begun + (end - begun) * passed))
+    return made
+
+
+def _run_stage(stage: Stage, deadline: float, options: argparse.Namespace, console: Console) -> None:
+    folder = options.output / "parts"
+    if stage.name == "checks":
+        lanes = min(LANES, max(2, (os.cpu_count() or 2) * 3 // 4))
+        _carry_out(verifications(), folder, deadline, lanes, options, console)
+        verified = [one for one in parts.all_kept(folder) if one.get("kind") == "verification"]
+        result = {"kind": "checks", "checks": checks(verified, checked())}
+        # Regardless of the time: `auto` depends on the result, which takes no time.
+        _carry_out([Job("checks", result)], folder, math.inf, 1, options, console)
+    chosen = [
+        part for part in stage.parts if fnmatch.fnmatchcase(part.id, options.only) and part.length in options.lengths
+    ]
+    chosen = [part for part in chosen if _unfinished(parts.kept(folder, part.id))]
+    for place, part in enumerate(chosen):
+        begun = time.monotonic()
+        own = begun + (deadline - begun) / (len(chosen) - place)
+        if own - begun < 1:
+            console.print(f"The time of the stage {stage.name} is used up.", highlight=False)
+            return
+        trials = tries(part, torch.device(options.device))
+        lanes = min(LARGE_LANES if part.length >= LARGE else LANES, max(2, (os.cpu_count() or 2) * 3 // 4))
+        _carry_out(trials, folder, begun + TRYING * (own - begun), lanes, options, console)
+        tried = {job.given["name"]: (parts.kept(folder, job.id) or {}).get("status", UNTRIED) for job in trials}
+        given = {"kind": "part", "part": part._asdict(), "tried": tried}
+        _carry_out([Job(part.id, given)], folder, own, 1, options, console)
 
 
 def _take_up(output: Path) -> None:
@@ -93,43 +139,12 @@ def _take_up(output: Path) -> None:
     named = {"machine": {"kind": "machine", "environment": made["environment"], "rates": made["rates"]}}
     named |= {"tests": made["tests"]} if made["tests"] else {}
     named |= {f"verification/{one['suite']}/{one['dtype']}/{one['name']}": one for one in made["verified"]}
-    named |= {Part(**{name: one[name] for name in Part._fields}).id: one for one in made["parts"]}
+    named |= {_part_of(one).id: one for one in made["parts"]}
     parts.seed(output / "parts", named)
 
 
-def _stages(options: argparse.Namespace, folder: Path, begun: float, console: Console) -> None:
-    stages = {name: share for name, share in SHARES.items() if name != "tests" or options.tests}
-    chosen = [
-        part for part in planned() if fnmatch.fnmatchcase(part.id, options.only) and part.length in options.lengths
-    ]
-    passed = 0.0
-    for stage, share in stages.items():
-        passed += share / sum(stages.values())
-        deadline = begun + 60 * options.minutes * passed
-        if stage == "tests":
-            if not (parts.kept(folder, "tests") or {"finished": False})["finished"]:
-                console.print("tests", highlight=False)
-                seconds = max(deadline - time.monotonic(), LEAST)
-                parts.keep(folder, "tests", suite_passes(options.output / "tests.log", seconds))
-        elif stage == "verification":
-            lanes = min(LANES, max(2, (os.cpu_count() or 2) * 3 // 4))
-            jobs = list({job.id: job for job in verifications(chosen)}.values())
-            _carry_out(jobs, folder, deadline, lanes, options, console)
-            verified = [one for one in parts.all_kept(folder) if one.get("kind") == "verification"]
-            result = {"kind": "checks", "checks": checks(verified, checked())}
-            # Regardless of the time: `auto` depends on the result.
-            _carry_out([Job("checks", result)], folder, math.inf, 1, options, console)
-        elif stage != "machine":
-            jobs = [_measuring(part, folder) for part in chosen if stage_of(part) == stage]
-            _carry_out(jobs, folder, deadline, 1, options, console)
-
-
-def _measuring(part: Part, folder: Path) -> Job:
-    suite = VERIFIED.get(part.suite, part.suite)
-    results = [one for one in parts.all_kept(folder) if one.get("kind") == "verification"]
-    verified = {one["name"]: one for one in results if (one["suite"], one["dtype"]) == (suite, part.dtype)}
-    late = [name for name in compiled_in(part) if parts.kept(folder, compilation(part, name)) is None]
-    return Job(part.id, {"kind": "part", "part": part._asdict(), "verified": verified, "uncompiled": late})
+def _part_of(one: dict[str, Any]) -> Part:
+    return Part(**{name: one[name] for name in Part._fields})
 
 
 def _carry_out(
@@ -142,53 +157,66 @@ def _carry_out(
 
     def keep(job: Job, result: dict[str, Any]) -> None:
         nonlocal done
-        done += 1
-        console.print(
-            f"{done}/{len(left)} {job.id}" + (f": {result['error']}" if "error" in result else ""), highlight=False
-        )
+        if UNFINISHED not in result:
+            done += 1
+            console.print(
+                f"{done}/{len(left)} {job.id}" + (f": {result['error']}" if "error" in result else ""), highlight=False
+            )
         about = {**job.given.get("part", {}), **{key: job.given[key] for key in ("suite", "name") if key in job.given}}
         about |= {"dtype": job.given["dtype"]} if "dtype" in job.given else {}
-        empty = {"contenders": []} if job.given["kind"] == "part" else {}
+        empty = {"contenders": [], "best_exact": None, "spread": None} if job.given["kind"] == "part" else {}
         whole = {"kind": job.given["kind"], **empty, **about}
         try:
             parts.keep(folder, job.id, {**whole, **result})
         except ValueError as error:
             # NaN or infinity, which records cannot hold, must not stop the other jobs.
-            parts.keep(folder, job.id, {**whole, "error": told(error)})
+            parts.keep(folder, job.id, {**whole, "error": in_one_line(error)})
 
-    silence = COMPILING if lanes > 1 else SILENCE
     undone = carry_out(
-        left, work, keep, lanes=lanes, deadline=deadline, silence=silence, log=options.output / "processes.log"
+        left,
+        work,
+        keep,
+        lanes=lanes,
+        deadline=deadline,
+        silence=COMPILING if lanes > 1 else SILENCE,
+        log=options.output / "processes.log",
+        preload=("bench.gpu_jobs",),
     )
     if undone:
-        console.print(f"The minutes of this stage are used up; {len(undone)} of {len(left)} are left.", highlight=False)
+        console.print(f"The time for these is used up; {len(undone)} of {len(left)} are left.", highlight=False)
 
 
 def _unfinished(result: dict[str, Any] | None) -> bool:
     """Whether a job must run again: it failed as a whole, is out of date, or a contender was not ready in time."""
-    if result is None or "error" in result or result.get("kind") == "checks" or outdated(result):
+    if (
+        result is None
+        or "error" in result
+        or UNFINISHED in result
+        or result.get("kind") == "checks"
+        or outdated(result)
+    ):
         return True
-    return any(one["status"] in LATE for one in result.get("contenders", ()))
+    return any(one["status"] == UNTRIED for one in result.get("contenders", ()))
 
 
-def _gather(output: Path, minutes: float) -> None:
+def _gather(output: Path, seconds: float) -> None:
     """Write the record of all stored parts, and list the missing parts of the plan."""
     results = parts.all_kept(output / "parts")
     raced = [one for one in results if one.get("kind") == "part"]
-    done = {Part(**{name: one[name] for name in Part._fields}).id for one in raced if "error" not in one}
+    done = {_part_of(one).id for one in raced if "error" not in one and UNFINISHED not in one}
     order = {part.id: place for place, part in enumerate(planned())}
-    machine = next(one for one in results if one.get("kind") == "machine")
+    machine = next((one for one in results if one.get("kind") == "machine" and "error" not in one), None)
+    if machine is None:
+        return
     made = {
         "command": shlex.join(["python", "bench/gpu.py", *sys.argv[1:]]),
-        "minutes": minutes,
+        "minutes": seconds / 60,
         "environment": machine["environment"],
         "rates": machine["rates"],
         "tests": parts.kept(output / "parts", "tests"),
         "checks": (parts.kept(output / "parts", "checks") or {}).get("checks", {}),
         "verified": [one for one in results if one.get("kind") == "verification"],
-        "parts": sorted(
-            raced, key=lambda one: order.get(Part(**{name: one[name] for name in Part._fields}).id, len(order))
-        ),
+        "parts": sorted(raced, key=lambda one: order.get(_part_of(one).id, len(order))),
         "left": [name for name in order if name not in done],
     }
     (output / "record.json").write_text(json.dumps(made, indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -214,17 +242,34 @@ def _check() -> None:
         raise ApproxError("TRITON_INTERPRET is 1, so kernels would be interpreted, not timed. Unset it.")
 
 
+def plan(options: argparse.Namespace) -> str:
+    """The stages with the second at which each must end, and their parts in order."""
+    lines, end = list[str](), options.budget - min(RESERVE, options.budget / 10)
+    for stage, deadline in allotted(stages(), 0.0, end):
+        lines.append(f"{stage.name}, until second {deadline:.0f}" + ("" if stage.share else ", with what is left"))
+        lines += [f"  {part.id}: {len(tries(part, torch.device(options.device)))} contenders" for part in stage.parts]
+    return "\n".join([*lines, f"record and page, until second {options.budget:.0f}", ""])
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Measure, write and print; exit code 6 if a test failed or a kernel is wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("-o", "--output", type=Path, required=True, help="folder of the parts, the record and the page")
-    parser.add_argument("--minutes", type=float, default=MINUTES, help=f"what all stages share ({MINUTES:g})")
-    parser.add_argument("--no-tests", dest="tests", action="store_false", help="leave out pytest -m gpu")
+    parser.add_argument("-o", "--output", type=Path, help="folder of the parts, the record and the page")
+    parser.add_argument(
+        "--budget", type=float, default=BUDGET, metavar="SECONDS", help=f"what all stages share ({BUDGET:g})"
+    )
+    parser.add_argument("--plan", action="store_true", help="run nothing; print the order, and each stage's time")
+    parser.add_argument("--tests", action="store_true", help="run pytest -m gpu first, for a sixth of the time")
     parser.add_argument("--only", default="*", metavar="GLOB", help="parts whose name matches")
     parser.add_argument("--lengths", type=parts.numbers, default=(256, *LENGTHS), help="tokens, separated by commas")
     parser.add_argument("--redraw", action="store_true", help="measure nothing; make the page from the record")
     options = parser.parse_args(arguments)
     options.device = DEVICE
+    if options.plan:
+        sys.stdout.write(plan(options))
+        return Exit.OK
+    if options.output is None:
+        parser.error("-o is missing: the folder of the parts, the record and the page")
     try:
         if not options.redraw:
             _check()

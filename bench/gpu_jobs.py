@@ -1,4 +1,4 @@
-"""The jobs of the processes of `bench/gpu.py`: inspect the machine, verify or compile a contender, or time a part."""
+"""The jobs of the processes of `bench/gpu.py`: inspect the machine, try a contender, time a part, or verify a mechanism."""
 
 import gc
 import sys
@@ -6,21 +6,24 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from approx_kernels.dispatch.checked import unchecked
-from bench import gpu_cases
+from bench import gpu_models
+from bench.cpu_cases import HEADS
+from bench.gpu_cases import SUITES
 from bench.gpu_checks import keep_all, sources
+from bench.gpu_graphs import captured
 from bench.gpu_machine import calibrate, described
 from bench.gpu_race import Part, measure
 from bench.gpu_verify import verify, verify_decoding
-from bench.gpu_workers import SPENT, LostError, Say, told
+from bench.gpu_workers import SPENT, LostError, Row, Say, in_one_line
 
-# Statuses of contenders that were not verified for these inputs, or that would compile while others are timed.
-UNVERIFIED, UNCOMPILED = "not verified in time, so not timed", "not compiled in time, so not timed"
-LATE = (UNVERIFIED, UNCOMPILED)
+# The status of a contender whose try did not come to an end.
+UNTRIED = "not tried in time, so not timed"
 
 
-def work(given: dict[str, Any], say: Say, without: Mapping[str, str]) -> dict[str, Any]:
+def work(given: dict[str, Any], say: Say, before: Mapping[str, Row]) -> dict[str, Any]:
     """Run one job: `given` has its `kind`, the `device`, and the arguments of that kind."""
     device = torch.device(given["device"])
     if device.type == "cuda":
@@ -28,94 +31,107 @@ def work(given: dict[str, Any], say: Say, without: Mapping[str, str]) -> dict[st
     # Every length is compiled separately, and after a few the compiler would give up.
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
-    kinds = {
-        "machine": _machine,
-        "verification": _verification,
-        "checks": _checks,
-        "compilation": _compilation,
-        "part": _part,
-    }
+    kinds = {"machine": _machine, "try": _try, "part": _part, "verification": _verification, "checks": _checks}
     # The kernels verified here have not passed their check yet.
     with unchecked():
-        return kinds[given["kind"]](given, device, say, without)
+        return kinds[given["kind"]](given, device, say, before)
 
 
-def _machine(given: dict[str, Any], device: torch.device, say: Say, without: Mapping[str, str]) -> dict[str, Any]:
+def _machine(given: dict[str, Any], device: torch.device, say: Say, before: Mapping[str, Row]) -> dict[str, Any]:
     return {"environment": described(device), "rates": calibrate(device)}
 
 
-def _verification(given: dict[str, Any], device: torch.device, say: Say, without: Mapping[str, str]) -> dict[str, Any]:
+def _try(given: dict[str, Any], device: torch.device, say: Say, before: Mapping[str, Row]) -> dict[str, Any]:
+    """Run a contender once on the shapes of a part, compare it with its reference, and capture it.
+
+    Its process ends with it, whatever happened: one that wrote where it must not may have spoiled what others would read.
+    """
+    part, name = Part(**given["part"]), given["name"]
+    if name in before:
+        return {"name": name, "status": before[name]["status"], SPENT: True}
+    say({"name": name, "role": given["role"]})
+    train, graph = part.mode == "train", part.way == "graph"
+    try:
+        if part.suite in SUITES:
+            shapes = [(part.batch, part.length, HEADS)]
+            how: dict[str, Any] = {"shapes": shapes, "train": train, "graph": graph}
+            found = verify(part.suite, name, getattr(torch, part.dtype), device, **how)
+            refused = (found["graphs"].get(part.mode) or "").startswith(("cannot", "gives"))
+            status = found["graphs"][part.mode] if found["status"] == "ok" and graph and refused else found["status"]
+        else:
+            found, status = {"errors": {}}, "ok"
+            if part.suite == "decode" and given["role"] == "variant":
+                found = verify_decoding(name, getattr(torch, part.dtype), device, part.length)
+                status = found["status"]
+            status = _runs(part, name, device) if status == "ok" else status
+    except Exception as error:  # what fails here is not timed, and the page says why
+        found, status = {}, in_one_line(error)
+    _alive(device, status)
+    return {"name": name, "status": status, "errors": found.get("errors", {}), SPENT: True}
+
+
+def _runs(part: Part, name: str, device: torch.device) -> str:
+    """`ok` if a model's outputs are numbers, and the same from a captured graph; or what is wrong with them."""
+    everyone = gpu_models.contenders(part.suite, part.length, part.batch, getattr(torch, part.dtype), device)
+    call = next(call for each, _, call in everyone if each == name)
+    outputs: list[Tensor] = []
+
+    def keeping() -> None:
+        out = call()
+        assert isinstance(out, Tensor), "a call returns the last hidden states"
+        outputs[:] = [out]
+
+    with torch.no_grad():
+        keeping()
+        eager = outputs[0].clone()
+        if device.type == "cuda" and part.way == "graph":
+            replay = captured(keeping, 1)
+            outputs[0].fill_(torch.nan)
+            replay()
+            torch.cuda.synchronize()
+    if not bool(eager.isfinite().all() and outputs[0].isfinite().all()):
+        return "failed: outputs are not finite"
+    # A state counts every call, so a decoded token differs from the one before.
+    same = part.suite == "decode" or torch.allclose(outputs[0], eager, rtol=0.05, atol=0.05)
+    return "ok" if same else "gives something else as a graph"
+
+
+def _part(given: dict[str, Any], device: torch.device, say: Say, before: Mapping[str, Row]) -> dict[str, Any]:
+    # Captures collect garbage, and would each scan everything that was ever imported.
+    gc.collect()
+    gc.freeze()
+    return measure(Part(**given["part"]), device, say, refusing(given["tried"]), before)
+
+
+def refusing(tried: Mapping[str, str]) -> Callable[[str, str], str | None]:
+    """Which contenders not to time: those whose try went wrong, or did not come to an end."""
+
+    def refuse(name: str, role: str) -> str | None:
+        status = tried.get(name, UNTRIED)
+        return None if status == "ok" else status if status == UNTRIED else f"not timed: {status}"
+
+    return refuse
+
+
+def _verification(given: dict[str, Any], device: torch.device, say: Say, before: Mapping[str, Row]) -> dict[str, Any]:
     name = given["name"]
     result: dict[str, Any] = {"errors": {}, "kernels": [], "graphs": {}, "sources": sources(given["suite"], name)}
-    if name in without:
-        return result | {"status": without[name]}
-    say(name)
+    if name in before:
+        return result | {"status": before[name]["status"]}
+    say({"name": name, "role": "variant"})
     try:
         dtype = getattr(torch, given["dtype"])
         decoding = given["suite"] == "decode"
         result |= verify_decoding(name, dtype, device) if decoding else verify(given["suite"], name, dtype, device)
-    except Exception as error:  # what fails here is not timed, and the page says why
-        result["status"] = told(error)
+    except Exception as error:  # what fails here is not used, and the page says why
+        result["status"] = in_one_line(error)
     _alive(device, result["status"])
-    spent = any(said and said.startswith("cannot") for said in result["graphs"].values())
+    spent = any(message and message.startswith("cannot") for message in result["graphs"].values())
     return result | ({SPENT: True} if spent else {})
 
 
-def _checks(given: dict[str, Any], device: torch.device, say: Say, without: Mapping[str, str]) -> dict[str, Any]:
+def _checks(given: dict[str, Any], device: torch.device, say: Say, before: Mapping[str, Row]) -> dict[str, Any]:
     return keep_all(given["checks"], device)
-
-
-def _compilation(given: dict[str, Any], device: torch.device, say: Say, without: Mapping[str, str]) -> dict[str, Any]:
-    """Compile slow kernels here, in parallel with others, instead of during timing."""
-    part, name = Part(**given["part"]), given["name"]
-    if name in without:
-        return {"status": without[name]}
-    say(name)
-    train, dtype = part.mode == "train", getattr(torch, part.dtype)
-    how = {"batch": part.batch, "length": part.length, "dtype": dtype, "device": device, "train": train}
-    only = gpu_cases.inputs(part.suite, **how)
-    one = next(
-        each for each in gpu_cases.contenders(part.suite, part.mode, part.length, dtype, device) if each.name == name
-    )
-    with torch.set_grad_enabled(train):
-        forward, leaves, grad = one.make(only[0])
-        out = forward()
-        if train:
-            torch.autograd.grad(out, leaves, grad)
-    _alive(device, "ok")
-    return {"status": "ok"}
-
-
-def _part(given: dict[str, Any], device: torch.device, say: Say, without: Mapping[str, str]) -> dict[str, Any]:
-    part = Part(**given["part"])
-    # Captures collect garbage, and would each scan everything that was ever imported.
-    gc.collect()
-    gc.freeze()
-    late = dict.fromkeys(given.get("uncompiled", ()), UNCOMPILED)
-    return measure(part, device, say, _refusing(part, given["verified"], {**late, **without}))
-
-
-def _refusing(part: Part, verified: Mapping[str, Any], without: Mapping[str, str]) -> Callable[[str, str], str | None]:
-    """Which contenders not to run: lost before, incorrect, or unable to be captured as graphs.
-
-    In a model only mechanisms matter; the rest of it is PyTorch's.
-    """
-    alone = part.suite.startswith("attention")
-
-    def refuse(name: str, role: str) -> str | None:
-        if name in without:
-            return without[name]
-        if not alone and role != "variant":
-            return None
-        verification = verified.get(name)
-        if verification is None:
-            return UNVERIFIED
-        if verification["status"] != "ok":
-            return f"not timed: {verification['status']}"
-        said = verification["graphs"].get(part.mode) if alone and part.way == "graph" else None
-        return said if said and said.startswith(("cannot", "gives")) else None
-
-    return refuse
 
 
 def _alive(device: torch.device, status: str) -> None:

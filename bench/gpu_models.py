@@ -63,23 +63,23 @@ class Held(DynamicLayer):
 
 def contenders(suite: str, length: int, batch: int, dtype: torch.dtype, device: torch.device) -> Iterator[Contender]:
     """Name, role and call of the contenders of a suite: `roberta`, `roberta-padded` (half padding), `gpt2` (prefill) or `decode`
-    (one token after `length`).
+    (one token after `length`). Nothing is built before the first call.
     """
     run = {"roberta": on_tokens, "roberta-padded": _padded, "gpt2": _prefill, "decode": _decoding}[suite]
     unmasked = contextlib.nullcontext if suite == "roberta-padded" else _unmasked
     family = "roberta" if suite.startswith("roberta") else "gpt2"
     made = family, dtype, device, LAYERS, max(length, LONGEST) if device.type == "cuda" else length
-    base = _base(*made)
-    plain = _within(unmasked, _later(run, lambda: base, length, batch, dtype))
+    base = functools.partial(_base, *made)
+    plain = _within(unmasked, _later(run, base, length, batch, dtype))
     yield "sdpa", "base", plain
     for name, back_end in BACK_ENDS.items():
         # It materialises all pairs; its speed in a model is not of interest.
         if name != "sdpa math" and device.type == "cuda":
             yield name, "exact", _within(lambda back_end=back_end: sdpa_kernel(back_end), plain)
     if suite == "decode":
-        yield GROWING, "user", _within(unmasked, _later(one_token, lambda: base, length, batch, dtype))
+        yield GROWING, "user", _within(unmasked, _later(one_token, base, length, batch, dtype))
     else:
-        yield CEILING, "ceiling", _within(lambda: attention_free(base), plain)
+        yield CEILING, "ceiling", _within(lambda: attention_free(base()), plain)
     for case in of_suite(suite, length):
         if case.mechanism in MEASURED[suite]:
             twin = functools.partial(_twin, *made, case.name)

@@ -1,10 +1,10 @@
-"""One part of `bench/gpu.py`: its contenders in turns, eagerly or as CUDA graphs, and their measurements."""
+"""One part of `bench/gpu.py`: each contender in turns with exact attention, eagerly or as CUDA graphs, and its measurements."""
 
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -18,7 +18,7 @@ from bench import gpu_cases, gpu_models
 from bench.gpu_graphs import captured
 from bench.gpu_machine import watched
 from bench.gpu_peers import COMPILED_TRAIN, rotating
-from bench.gpu_workers import SPENT, LostError, Say, told
+from bench.gpu_workers import LostError, Row, Say, in_one_line
 
 T = TypeVar("T")
 _CPU = torch.device("cpu")
@@ -50,6 +50,13 @@ class Part(NamedTuple):
         return f"{self.suite}/{self.mode}/{self.dtype}/{self.length}x{self.batch}/{self.way}"
 
 
+def importance(name: str, role: str) -> int:
+    """Place of a contender in the order in which a part measures them."""
+    if role in ("base", "exact"):
+        return 0
+    return {"ceiling": 1, "user": 1, "peer": 3}.get(role, 2 if name in gpu_cases.FIRST else 4)
+
+
 def compiled_for(part: Part) -> bool:
     """Whether it includes contenders that must be compiled for its shape."""
     whole = part.batch * part.length == gpu_cases.TOKENS and part.dtype == "bfloat16"
@@ -63,7 +70,7 @@ class Guarded(Runner):
     Args:
         name: Name of the contender.
         role: Role of the contender.
-        say: Receives the name before the contender runs.
+        say: Receives the name and role before the contender runs.
         device: Device it runs on.
         calls: Calls of the contender per call of the runner.
     """
@@ -77,11 +84,11 @@ class Guarded(Runner):
 
     def attempt(self, action: Callable[[], T]) -> T | None:
         """Run a function for this runner; returns None if it fails."""
-        self.say(self.name)
+        self.say({"name": self.name, "role": self.role})
         try:
             return action()
         except Exception as error:  # one that fails must not stop the others
-            self.status = OUT_OF_MEMORY if is_out_of_memory(error) else told(error)
+            self.status = OUT_OF_MEMORY if is_out_of_memory(error) else in_one_line(error)
         # Outside the handler, where the traceback no longer holds the tensors of the failed call.
         gc.collect()
         if self.device.type == "cuda":
@@ -101,35 +108,37 @@ def measure(
     device: torch.device,
     say: Say,
     refuse: Callable[[str, str], str | None] = lambda name, role: None,
+    before: Mapping[str, Row] | None = None,
     rounds: int | None = None,
 ) -> dict[str, Any]:
-    """Run all contenders of a part in turns.
+    """Run all contenders of a part: exact attention first, then each other one in turns with the base and the best exact.
 
     Args:
         part: The part.
         device: Its device.
-        say: Receives the name of each contender before it runs.
+        say: Receives the name and role of each contender before it runs, and its row as soon as it is measured.
         refuse: From a contender's name and role to the reason not to run it, or None.
+        before: The rows of an earlier process that was lost; other contenders than exact attention are not run again.
         rounds: Turns of each; None for as many as a record needs.
     """
-    begun, train = time.perf_counter(), part.mode == "train"
+    begun, known = time.perf_counter(), before or {}
     rounds = rounds or (ROUNDS if part.suite in gpu_cases.SUITES else ROUNDS_OF_MODELS)
-    runners: list[Guarded] = []
-    spent = False
-    with torch.set_grad_enabled(train):
-        for name, role, call, sets in _contenders(part, device):
-            runner = Guarded(call, name=name, role=role, say=say, device=device, turns=2 if role == "base" else 1)
-            runners.append(runner)
-            if why := refuse(name, role):
-                runner.status = why
-                continue
-            runner.attempt(lambda runner=runner: _first(runner))
-            if runner.status == OK and part.way == "graph":
-                runner.attempt(lambda runner=runner, sets=sets: _as_graph(runner, sets))
-                spent = spent or runner.status != OK
-                # The memory of an aborted capture stays allocated, and the next graph might use it.
-                if "CUDA error" in runner.status:
-                    raise LostError(runner.status)
+
+    def prepared(name: str, role: str, call: Callable[[], object], sets: int) -> Guarded:
+        runner = Guarded(call, name=name, role=role, say=say, device=device, turns=2 if role == "base" else 1)
+        lost = known[name]["status"] if name in known and known[name]["status"] != OK else None
+        if why := lost or refuse(name, role):
+            runner.status = why
+            return runner
+        runner.attempt(lambda: _first(runner))
+        if runner.status == OK and part.way == "graph":
+            runner.attempt(lambda: _as_graph(runner, sets))
+            # The memory of an aborted capture stays allocated, and the next graph might use it.
+            if runner.status != OK and device.type == "cuda":
+                raise LostError(f"cannot be captured: {runner.status}")
+        return runner
+
+    def raced(runners: list[Guarded]) -> None:
         race(
             runners,
             device,
@@ -139,19 +148,37 @@ def measure(
             block_ms=BLOCK_MS,
             memory=part.way == "eager",
         )
-    exact = [one for one in runners if one.role in ("base", "exact") and one.status == OK]
-    best = min(exact, key=lambda one: float(np.median(_ms(one))), default=None)
-    base = next((one for one in runners if one.role == "base"), None)
+
+    with torch.set_grad_enabled(part.mode == "train"):
+        contenders = sorted(_contenders(part, device), key=lambda one: importance(one[0], one[1]))
+        exact = [prepared(*one) for one in contenders if one[1] in ("base", "exact")]
+        raced(exact)
+        best = min((one for one in exact if one.status == OK), key=lambda one: float(np.median(_ms(one))), default=None)
+        base = next((one for one in exact if one.role == "base"), None)
+        for one in exact:
+            say(_row(one, base, best))
+        for name, role, call, sets in contenders[len(exact) :]:
+            if name in known:
+                continue
+            runner = prepared(name, role, call, sets)
+            rivals = [_again(one) for one in dict.fromkeys((base, best)) if one is not None and one.status == OK]
+            if runner.status == OK:
+                raced([*rivals, runner])
+            again = {one.name: one for one in rivals}
+            say(_row(runner, *(again.get(one.name) if one else None for one in (base, best))))
     turns = None if base is None or base.status != OK else base.by_turn()[0]
-    made = {
+    return {
         **part._asdict(),
         "best_exact": None if best is None else best.name,
         "spread": None if turns is None else float(np.median(turns[0]) / np.median(turns[1])),
         "took_s": time.perf_counter() - begun,
         "watched": watched(),
-        "contenders": [_row(one, base, best) for one in runners],
     }
-    return made | ({SPENT: True} if spent else {})
+
+
+def _again(one: Guarded) -> Guarded:
+    """The same contender, to be measured anew."""
+    return replace(one, rounds=[], turns=1)
 
 
 def _contenders(part: Part, device: torch.device) -> Contenders:

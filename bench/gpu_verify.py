@@ -14,7 +14,7 @@ from bench.cpu_cases import HEADS, SDPA, Case
 from bench.gpu_cases import built, contenders, inputs, of_suite
 from bench.gpu_graphs import captured
 from bench.gpu_peers import COMPILED, Inputs, Step
-from bench.gpu_workers import told
+from bench.gpu_workers import in_one_line
 from tests.closeness import error_and_budget
 
 # Samples, tokens and heads: a tile or two, or less with padding; an odd number; many tokens, with few heads so that all pairs fit
@@ -22,6 +22,9 @@ from tests.closeness import error_and_budget
 SHAPES = ((3, 150, HEADS), (2, 1000, HEADS), (1, 8192, 1), (1, 2048, HEADS))
 # The shapes that are compiled.
 COMPILED_SHAPES = SHAPES[1:2]
+# Pairs of queries and keys, over heads and samples, up to which references take all samples, and float64; beyond it they take the
+# first sample, and float32.
+PAIRS = 2**28
 # As in the tests: sums over tiles round a few times more than a single sum.
 FACTOR = 6.0
 # Peers only need to compute the same.
@@ -41,8 +44,20 @@ def verify(
     dtype: torch.dtype,
     device: torch.device,
     shapes: Sequence[tuple[int, int, int]] | None = None,
+    *,
+    train: bool = True,
+    graph: bool = True,
 ) -> dict[str, Any]:
     """Run one contender of a suite on fresh inputs, with the given or all shapes (samples, tokens and heads).
+
+    Args:
+        suite: The suite.
+        name: The contender.
+        dtype: The precision.
+        device: The device.
+        shapes: Samples, tokens and heads; by default some that make kernels take all their paths.
+        train: Whether to compute gradients.
+        graph: Whether to capture CUDA graphs too.
 
     Returns:
         `status`, `ok` or the error; `errors`, for outputs and gradients, including parameters, the largest over the shapes with its budget; the ops
@@ -53,7 +68,7 @@ def verify(
     result: dict[str, Any] = {"errors": {}, "kernels": [], "graphs": {"forward": None, "train": None}}
     wrong: list[str] = []
     for batch, length, heads in shapes or (COMPILED_SHAPES if name in COMPILED else SHAPES):
-        how = {"batch": batch, "length": length, "heads": heads, "dtype": dtype, "device": device, "train": True}
+        how = {"batch": batch, "length": length, "heads": heads, "dtype": dtype, "device": device, "train": train}
         given = inputs(suite, **how, seed=length)[0]
         one = next(
             (each for each in contenders(suite, "train", length, dtype, device, every=True) if each.name == name), None
@@ -66,21 +81,27 @@ def verify(
             _set_apart(given)
         mechanism = built(like, causal, dtype, device, given)
         _make_hashes_exact(mechanism, given)
-        names = (*NAMES, *(f"d{name}" for name, _ in mechanism.named_parameters()))
+        whole = batch * heads * length**2 <= PAIRS
+        few = given if whole else _first_sample(given)
+        # A sum over samples that the references leave out has nothing to be compared with.
+        learned = [f"d{name}" for name, _ in mechanism.named_parameters()] if whole or batch == 1 else []
+        names = (*NAMES, *learned) if train else NAMES[:1]
         with implementation("reference"):
-            plain = _real(_run(_step(mechanism, given)), given)
-            q, k, v = (x.detach().double().requires_grad_() for x in given[:3])
-            wide = Inputs(q, k, v, given.grad.double(), given.mask)
-            exact = _real(_run(_step(copy.deepcopy(mechanism).double(), wide)), given)
+            plain = _real(_run(_step(mechanism, few), train), few)
+            wide_dtype = torch.float64 if heads * length**2 <= PAIRS else torch.float32
+            q, k, v = (x.detach().to(wide_dtype).requires_grad_(train) for x in few[:3])
+            wide = Inputs(q, k, v, few.grad.to(wide_dtype), few.mask)
+            exact = _real(_run(_step(copy.deepcopy(mechanism).to(wide_dtype), wide), train), few)
         ours = one.role == "variant"
         forget()
         step = _step(mechanism, given) if ours else one.make(given)
         # On a GPU kernels run first, checked or not; elsewhere they are interpreted.
         with unchecked(), implementation("auto" if device.type == "cuda" else "triton"):
-            results = _run(step)
+            results = _run(step, train)
         result["kernels"] = sorted(_in_kernels() | {*result["kernels"]})
-        actual = results if one.packed else _real(results, given)
-        for place, one_found, one_plain, one_exact in zip(names, actual, plain, exact, strict=True):
+        found = results if one.packed or whole else [x[:1] for x in results[: len(NAMES)]] + results[len(NAMES) :]
+        actual = [x[: len(plain[0])] for x in found] if one.packed else _real(found, few)
+        for place, one_found, one_plain, one_exact in zip(names, actual, plain, exact, strict=False):
             error, budget = error_and_budget(one_found, one_plain, one_exact, FACTOR)
             budget = budget if ours else max(budget, SAME)
             # NaN fails this comparison.
@@ -89,9 +110,9 @@ def verify(
             worst = result["errors"].get(place, [0.0, budget])
             if math.isfinite(error) and error / budget >= worst[0] / worst[1]:
                 result["errors"][place] = [error, budget]
-        if device.type == "cuda":
+        if device.type == "cuda" and graph:
             # Those of the last shape.
-            result["graphs"] = _graphs(step, results)
+            result["graphs"] = _graphs(step, results, train)
     return result | {"status": "failed: " + "; ".join(wrong) if wrong else "ok"}
 
 
@@ -162,9 +183,19 @@ def _step(mechanism: Any, given: Inputs) -> Step:
     return lambda: mechanism(given.q, given.k, given.v, given.mask), leaves, given.grad
 
 
-def _run(step: Step) -> list[Tensor]:
+@torch.no_grad()
+def _first_sample(given: Inputs) -> Inputs:
+    trained = given.q.requires_grad
+    q, k, v, grad = (x.detach()[:1].requires_grad_(trained) for x in given[:4])
+    return Inputs(q, k, v, grad.detach(), None if given.mask is None else given.mask[:1])
+
+
+def _run(step: Step, train: bool = True) -> list[Tensor]:
     forward, leaves, grad = step
-    out = forward()
+    with torch.set_grad_enabled(train):
+        out = forward()
+    if not train:
+        return [out]
     # Learned parameters may be unused with so few tokens.
     grads = torch.autograd.grad(out, leaves, grad, materialize_grads=True)
     # A graph kept alive ties its leaves to this stream, and no CUDA graph could be captured on another.
@@ -179,11 +210,11 @@ def _real(results: list[Tensor], given: Inputs) -> list[Tensor]:
     return [*(x.transpose(1, 2)[given.mask] for x in by_token), *others]
 
 
-def _graphs(step: Step, eager: list[Tensor]) -> dict[str, str | None]:
+def _graphs(step: Step, eager: list[Tensor], train: bool) -> dict[str, str | None]:
     with torch.no_grad():
         forward = _replayed(lambda: [step[0]()], eager[:1])
     usable = forward == "equal" or forward.startswith("close")
-    return {"forward": forward, "train": _replayed(lambda: _run(step), eager) if usable else forward}
+    return {"forward": forward, "train": _replayed(lambda: _run(step), eager) if usable and train else forward}
 
 
 def _replayed(run: Callable[[], list[Tensor]], eager: list[Tensor]) -> str:
@@ -199,7 +230,7 @@ def _replayed(run: Callable[[], list[Tensor]], eager: list[Tensor]) -> str:
         replay()
         torch.cuda.synchronize()
     except Exception as error:  # whatever it is, it is what the page says
-        return f"cannot be captured: {told(error)}"
+        return f"cannot be captured: {in_one_line(error)}"
     if all(torch.equal(one, other) for one, other in zip(made, eager, strict=True)):
         return "equal"
     apart = max(

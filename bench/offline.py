@@ -3,9 +3,16 @@
     python bench/offline.py -o reports/kernels
 
 Each file of `bench/launches` launches the kernels of one op on CPU tensors. The launches are intercepted, and compiled for
-compute capability 8.0 (A100) and 9.0 (H100, H200) with their arguments. Writes `record.json` and, from it, `report.md`;
-`--only OP` reads one op, `--first` the first launch of each. Without `-o` the figures are printed as JSON. The record
-holds a digest of its sources, so that an outdated table is detected without compiling.
+compute capability 8.0 (A100), 9.0 (H100, H200) and 10.0 (B200) with their arguments. Writes `record.json` and, from it,
+`report.md`; `--only OP` reads one op, `--first` the first launch of each. Without `-o` the figures are printed as JSON. The
+record holds a digest of its sources, so that an outdated table is detected without compiling.
+
+A GPU runs what its own Triton and assembler make, so the record has the figures of each compiler that was run, by the versions of
+Triton and of the ptxas that it runs for Hopper. Run it again with another Triton, and its figures join. `--ptxas PATH` has the
+same PTX assembled by another program too:
+
+    pip install --target OLD --no-deps triton==3.6.0
+    PYTHONPATH=OLD python bench/offline.py --capability 90 --ptxas …/bin/ptxas -o reports/kernels
 """
 
 import argparse
@@ -18,7 +25,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,10 +34,10 @@ sys.path.extend(str(Path(__file__).resolve().parent.parent / name) for name in (
 
 import torch
 
-CAPABILITIES = (80, 90)
+CAPABILITIES = (80, 90, 100)
 # Shared memory per program, in KiB. Cards of capability 8.6 and 8.9 have at most 99.
-SHARED = {80: 99, 90: 227}
-TENSOR_CORES = ("HMMA", "IMMA", "HGMMA", "IGMMA", "QGMMA")
+SHARED = {80: 99, 90: 227, 100: 227}
+TENSOR_CORES = ("HMMA", "IMMA", "HGMMA", "IGMMA", "QGMMA", "UTCHMMA", "UTCIMMA", "UTCQMMA")
 TYPES = {
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
@@ -79,7 +86,7 @@ def digest(op: str) -> str:
     root = Path(__file__).resolve().parent.parent
     kernels = root / "kernels" / "approx_kernels"
     paths = [
-        *(kernels / "gpu" / name for name in ("language.py", "launch.py")),
+        kernels / "gpu" / "launch.py",
         *sorted((kernels / "ops" / op).glob("triton*.py")),
         root / f"bench/launches/{op}.py",
     ]
@@ -88,17 +95,23 @@ def digest(op: str) -> str:
     return hashlib.sha256("\n".join(kept).encode()).hexdigest()
 
 
-def figures(op: str, *, first: bool = False) -> Iterator[dict[str, Any]]:
-    """The compiler's output for every kernel of an op, one row per launch and capability.
+def figures(
+    op: str, capabilities: Sequence[int] = CAPABILITIES, ptxas: Path | None = None, *, first: bool = False
+) -> Iterator[tuple[dict[str, Any], dict[str, Any] | None]]:
+    """The compiler's output for every kernel of an op, and that of another assembler, one pair per launch and capability.
 
     Args:
         op: One of `ops()`.
+        capabilities: What to compile for.
+        ptxas: Another assembler of the same PTX, or None.
         first: Whether to take only the first launch.
     """
     for launch in launches(op)[: 1 if first else None]:
         for caught in catch(launch.run):
-            for capability in CAPABILITIES:
-                yield {"op": op, "launch": launch.name} | compiled(caught, capability, launch.tensor_cores)
+            for capability in capabilities:
+                mine, other = compiled(caught, capability, launch.tensor_cores, ptxas)
+                name = {"op": op, "launch": launch.name}
+                yield name | mine, None if other is None else name | other
 
 
 def catch(run: Callable[[], Any]) -> list[Caught]:
@@ -126,8 +139,10 @@ def catch(run: Callable[[], Any]) -> list[Caught]:
     return launches
 
 
-def compiled(caught: Caught, capability: int, tensor_cores: bool) -> dict[str, Any]:
-    """Registers, spills, shared memory and instructions of a kernel on one compute capability."""
+def compiled(
+    caught: Caught, capability: int, tensor_cores: bool, ptxas: Path | None = None
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Registers, spills, shared memory and instructions of a kernel on one compute capability; and by another assembler."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
@@ -149,28 +164,38 @@ def compiled(caught: Caught, capability: int, tensor_cores: bool) -> dict[str, A
             signature[parameter.name] = "fp32"
     source = ASTSource(caught.kernel, signature, constants, attributes)
     made = compile(source, target=GPUTarget("cuda", capability, 32), options=caught.options)
-    registers, spilled, instructions = disassembled(made.asm["cubin"])
     tiles = {
         name: constants[(caught.kernel.arg_names.index(name),)] for name in caught.kernel.arg_names if _is_tile(name)
     }
-    return {
+    same = {
         "kernel": caught.kernel.__name__,
         "tiles": tiles,
         **caught.options,
         "capability": capability,
-        "registers": registers,
-        "spilled_bytes": spilled,
         "shared_bytes": made.metadata.shared,
         "tensor_cores": tensor_cores,
-        "instructions": instructions,
     }
+    mine = same | disassembled(made.asm["cubin"])
+    return mine, None if ptxas is None else same | disassembled(_assembled(made.asm["ptx"], ptxas))
+
+
+def _assembled(ptx: str, ptxas: Path) -> bytes:
+    """The machine code that an assembler makes, with the options that Triton gives its own."""
+    target = re.search(r"^\.target (sm_\w+)", ptx, re.MULTILINE)
+    assert target, "PTX names its target"
+    with tempfile.TemporaryDirectory() as folder:
+        source, made = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
+        source.write_text(ptx, encoding="utf-8")
+        command = [ptxas, "-lineinfo", "-v", f"--gpu-name={target[1]}", source, "-o", made]
+        subprocess.run(command, check=True, capture_output=True)
+        return made.read_bytes()
 
 
 def _is_tile(name: str) -> bool:
     return re.fullmatch(r"B[A-Z]|BLOCK_[A-Z]+", name) is not None
 
 
-def disassembled(cubin: bytes) -> tuple[int, int, list[str]]:
+def disassembled(cubin: bytes) -> dict[str, Any]:
     """Registers per thread, spilled bytes, and the tensor-core instructions in the machine code."""
     import triton.backends.nvidia
 
@@ -184,7 +209,8 @@ def disassembled(cubin: bytes) -> tuple[int, int, list[str]]:
 
         usage, code = asked("-res-usage"), asked("-sass")
     (registers, stack), *_ = re.findall(r"REG:(\d+) STACK:(\d+)", usage)
-    return int(registers), int(stack), [name for name in TENSOR_CORES if re.search(rf"\b{name}\b", code)]
+    used = [name for name in TENSOR_CORES if re.search(rf"\b{name}\b", code)]
+    return {"registers": int(registers), "spilled_bytes": int(stack), "instructions": used}
 
 
 def wrong(row: dict[str, Any]) -> list[str]:
@@ -202,54 +228,85 @@ def wrong(row: dict[str, Any]) -> list[str]:
 
 def report(record: dict[str, Any]) -> str:
     """The record as tables in Markdown."""
+    compilers = record["compilers"]
     lines = [
         "# Kernels, as compiled",
         "",
-        f"Read from the machine code that Triton {record['triton']} makes for compute capability 8.0 (A100) and 9.0 (H100, "
-        f"H200); nothing was run. Made by `{record['command']}`.",
+        "Read from the machine code for compute capability 8.0 (A100), 9.0 (H100, H200) and 10.0 (B200); nothing was run. Made by "
+        f"`{record['command']}`, once with each compiler. The figures of a compiler are *registers per thread · KiB of shared memory · "
+        "tensor-core instructions*; spilled bytes are named where there are any.",
+        "",
+        "| compiler | ptxas for Hopper | kernels | that spill | without tensor cores |",
+        "|---|---|--:|--:|--:|",
     ]
-    for op in dict.fromkeys(row["op"] for row in record["kernels"]):
-        lines += [
-            "",
-            f"## {op}",
-            "",
-            "| launch | kernel | tile | warps, stages | capability | registers | spilled | shared | tensor cores |",
-        ]
-        lines += ["|---|---|---|---|--:|--:|--:|--:|---|"]
-        for row in (row for row in record["kernels"] if row["op"] == op):
-            tile = "×".join(str(size) for size in row["tiles"].values()) or "–"
-            lines.append(
-                f"| {row['launch']} | `{row['kernel']}` | {tile} | {row['num_warps']}, {row['num_stages']} | "
-                f"{row['capability'] / 10:.1f} | {row['registers']} | {row['spilled_bytes']} | "
-                f"{row['shared_bytes'] / 1024:.0f} KiB | {', '.join(row['instructions']) or '–'} |"
-            )
+    for one in compilers:
+        rows = one["kernels"]
+        spilled = sum(bool(row["spilled_bytes"]) for row in rows)
+        without = sum(row["tensor_cores"] and not row["instructions"] for row in rows)
+        lines.append(f"| Triton {one['triton']} | {one['ptxas']} | {len(rows)} | {spilled} | {without} |")
+    known = [{_key(row): row for row in one["kernels"]} for one in compilers]
+    every = {key: row for rows in reversed(known) for key, row in rows.items()}
+    for op in sorted({row["op"] for row in every.values()}):
+        heads = "".join(f" {one['triton']}, {one['ptxas']} |" for one in compilers)
+        lines += ["", f"## {op}", "", f"| launch | kernel | tile | warps, stages | capability |{heads}"]
+        lines += ["|---|---|---|---|--:|" + "---|" * len(compilers)]
+        for key, row in every.items():
+            if row["op"] == op:
+                tile = "×".join(str(size) for size in row["tiles"].values()) or "–"
+                lines.append(
+                    f"| {row['launch']} | `{row['kernel']}` | {tile} | {row['num_warps']}, {row['num_stages']} | "
+                    f"{row['capability'] / 10:.1f} |" + "".join(f" {_figures(rows.get(key))} |" for rows in known)
+                )
     return "\n".join([*lines, ""])
 
 
-def write(rows: list[dict[str, Any]], folder: Path, version: str) -> None:
-    """Replace the rows of some ops in the record, and write the report again."""
+def _key(row: dict[str, Any]) -> str:
+    """What was compiled, whatever the compiler made of it."""
+    names = ("op", "launch", "kernel", "tiles", "num_warps", "num_stages", "capability")
+    return json.dumps([row[name] for name in names])
+
+
+def _figures(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "–"
+    spills = f" · spills {row['spilled_bytes']}" if row["spilled_bytes"] else ""
+    shared, used = f"{row['shared_bytes'] / 1024:.0f}", ", ".join(row["instructions"]) or "–"
+    return f"{row['registers']} · {shared} · {used}{spills}"
+
+
+def write(rows: list[dict[str, Any]], folder: Path, compiler: tuple[str, str]) -> None:
+    """Replace the rows of some ops and one compiler in the record, and write the report again.
+
+    Args:
+        rows: The figures.
+        folder: Where `record.json` and `report.md` are.
+        compiler: The versions of Triton and of its ptxas for Hopper.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "record.json"
-    old = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"kernels": [], "digests": {}}
-    new = {row["op"] for row in rows}
-    kept = [row for row in old["kernels"] if row["op"] in ops() and row["op"] not in new]
+    old = json.loads(path.read_text(encoding="utf-8"))["compilers"] if path.is_file() else []
+    by_version = {(one["triton"], one["ptxas"]): one for one in old}
+    before = by_version.get(compiler, {"kernels": [], "digests": {}})
+    new = {(row["op"], row["capability"]) for row in rows}
+    kept = [row for row in before["kernels"] if row["op"] in ops() and (row["op"], row["capability"]) not in new]
+    digests = {f"{op}, {capability}": digest(op) for op, capability in new}
+    by_version[compiler] = {
+        "triton": compiler[0],
+        "ptxas": compiler[1],
+        "digests": dict(sorted({**before["digests"], **digests}.items())),
+        "kernels": sorted(kept + rows, key=lambda row: (row["op"], row["launch"])),
+    }
+    newest_first = sorted(by_version.items(), key=lambda pair: [_numbers(part) for part in pair[0]], reverse=True)
     record = {
         "command": "python bench/offline.py -o reports/kernels",
-        "triton": version,
-        "digests": {op: digest(op) if op in new else old["digests"].get(op) for op in ops()},
-        "kernels": sorted(kept + rows, key=lambda row: row["op"]),
+        "compilers": [one for _, one in newest_first],
     }
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     (folder / "report.md").write_text(report(record), encoding="utf-8")
 
 
-def mixed(folder: Path, version: str) -> str | None:
-    """Why the figures of one op cannot join the record of a folder with the others unchanged; None if they can."""
-    path = folder / "record.json"
-    old = json.loads(path.read_text(encoding="utf-8"))["triton"] if path.is_file() else version
-    if old == version:
-        return None
-    return f"{path} was read off Triton {old}, and this is {version}. Read all ops again, without --only, or take another folder."
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", version)]
 
 
 def main() -> int:
@@ -257,6 +314,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("-o", "--output", type=Path, help="folder for the record and the report")
     parser.add_argument("--only", metavar="OP", choices=ops(), help="read this op alone")
+    parser.add_argument("--capability", type=int, choices=CAPABILITIES, help="compile for this alone")
+    parser.add_argument("--ptxas", type=Path, help="assemble with this too; needs -o")
     parser.add_argument("--first", action="store_true", help="the first launch of each op; not for the record")
     options = parser.parse_args()
     if options.first and options.output:
@@ -266,12 +325,20 @@ def main() -> int:
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     from triton import __version__
 
-    if options.only and options.output and (why := mixed(options.output, __version__)):
-        parser.error(why)
-    rows = [row for op in ([options.only] if options.only else ops()) for row in figures(op, first=options.first)]
-    if options.output:
-        write(rows, options.output, __version__)
-    else:
+    from approx_kernels.gpu.language import HOPPER, assembler, version_of
+
+    rows, used = list[dict[str, Any]](), assembler(HOPPER)
+    capabilities = [options.capability] if options.capability else CAPABILITIES
+    for op in [options.only] if options.only else ops():
+        pairs = list(figures(op, capabilities, options.ptxas, first=options.first))
+        mine, others = [one for one, _ in pairs], [other for _, other in pairs if other is not None]
+        rows += mine
+        if options.output:
+            write(mine, options.output, (__version__, used.version if used else "unknown"))
+            if options.ptxas:
+                write(others, options.output, (__version__, version_of(str(options.ptxas)) or "unknown"))
+            sys.stderr.write(f"{op}: {len(pairs)} kernels\n")
+    if not options.output:
         sys.stdout.write(json.dumps(rows) + "\n")
     broken = [sentence for row in rows for sentence in wrong(row)]
     sys.stderr.write("".join(f"{sentence}\n" for sentence in broken))

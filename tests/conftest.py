@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 import tempfile
 import tomllib
 from collections import Counter
@@ -44,6 +45,19 @@ settings.register_profile("suite", deadline=None, derandomize=True, database=Non
 settings.load_profile("suite")
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    # After a CUDA error its process cannot use the GPU any more, and every other test in it would fail too. A worker of pytest-xdist
+    # ends instead; the test counts as failed, and another worker goes on with the others.
+    broken = call.excinfo is not None and "CUDA error" in str(call.excinfo.value)
+    if broken and "PYTEST_XDIST_WORKER" in os.environ:
+        sys.stderr.write(f"{item.nodeid} broke its process:\n{report.longreprtext}\n")
+        sys.stderr.flush()
+        os._exit(1)
+    return report
 
 
 def pytest_collection_finish():

@@ -12,7 +12,6 @@ from approx.mechanisms import MECHANISMS
 from approx_kernels.dispatch import checked, findings
 from approx_kernels.dispatch.checked import Check, check_of
 from bench import gpu, gpu_cases, gpu_checks, gpu_jobs, gpu_machine, gpu_page, gpu_plan, gpu_verify
-from bench.gpu_race import Part
 
 pytest.importorskip("triton")
 
@@ -90,23 +89,22 @@ def test_every_op_of_performer_runs_its_kernels_in_a_case_of_its_own(monkeypatch
 def test_a_run_keeps_what_it_found_and_the_doctor_and_the_page_say_so(tmp_path, monkeypatch, right):
     wanted = [{"suite": suite, "dtype": "float32", "name": "linear"} for suite in ("attention", "decode")]
     monkeypatch.setattr(gpu_cases, "HEADS", 1)
-    monkeypatch.setattr(gpu, "planned", lambda: iter([Part("attention", "forward", "float32", 20, 1, "eager")]))
+    monkeypatch.setattr(gpu, "stages", lambda: (gpu_plan.Stage("checks", 1.0),))
     monkeypatch.setattr(gpu, "checked", lambda: wanted)
-    monkeypatch.setattr(gpu, "verifications", lambda chosen: (gpu_plan._verification(**one) for one in wanted))
+    monkeypatch.setattr(gpu_plan, "checked", lambda: wanted)
     monkeypatch.setattr(gpu_jobs, "calibrate", partial(gpu_machine.calibrate, side=32, copied=2**16))
     monkeypatch.setattr(gpu_jobs, "verify", partial(gpu_verify.verify, shapes=[(2, 20, 1)]))
     monkeypatch.setattr(gpu_jobs, "verify_decoding", partial(gpu_verify.verify_decoding, length=9))
-    monkeypatch.setattr(gpu_jobs, "measure", lambda part, *how: {"contenders": [], "best_exact": None, "spread": None})
     if not right:
         monkeypatch.setattr(gpu_verify, "FACTOR", 1e-3)
 
     def here(jobs, work, keep, **how):
         for job in jobs:
-            keep(job, work(job.given, lambda name: None, {}))
+            keep(job, work(job.given, lambda row: None, {}))
         return []
 
     monkeypatch.setattr(gpu, "carry_out", here)
-    how = {"output": tmp_path, "minutes": 5.0, "tests": False, "only": "*", "lengths": (20,), "device": "cpu"}
+    how = {"output": tmp_path, "budget": 300.0, "tests": False, "only": "*", "lengths": (20,), "device": "cpu"}
     gpu.run(argparse.Namespace(**how), Console(quiet=True))
     text, _ = gpu_page.write(tmp_path, tmp_path)
     lines = list(probing.of_kernels("cpu"))

@@ -59,3 +59,12 @@ def test_more_than_listed_are_unexpected():
     listed = "tests/skips.toml"
     assert unexpected_skips({"could not import 'ray': No module": 1}, listed) == []
     assert len(unexpected_skips({"could not import 'ray': No module": 2}, listed)) == 1
+
+
+@pytest.mark.slow
+def test_a_cuda_error_ends_its_worker_and_the_other_tests_pass(tmp_path):
+    broken = "def test_broken():\n    raise RuntimeError('CUDA error: an illegal memory access was encountered')\n"
+    (tmp_path / "test_broken.py").write_text(broken + "def test_after():\n    pass\n")
+    done = run(tmp_path, "[skips]\n'no moon' = 1\n'sun' = 1\n", "-n", "1")
+    assert "1 failed, 2 passed, 2 skipped" in done.stdout, done.stdout
+    assert "crashed while running 'test_broken.py::test_broken'" in done.stdout

@@ -16,6 +16,7 @@ from approx.doctor.probing import status_lines
 from approx.tasks.hub import reachable
 from approx_kernels.cpu.compile import compiler_obstacle, find_compiler
 from approx_kernels.dispatch.findings import instructions
+from approx_kernels.gpu.language import HOPPER, assembler, assembler_obstacle
 
 _RANGES = {"torch": ">=2.10", "transformers": ">=5.17,<6"}
 
@@ -75,7 +76,13 @@ def _gpu() -> Finding:
 def _triton() -> Finding:
     if importlib.util.find_spec("triton") is None:
         return Finding("triton", "missing", "not installed: pip install 'approx-attention[triton]' (Linux with a GPU)")
-    return Finding("triton", "ok", importlib.metadata.version("triton"))
+    version = importlib.metadata.version("triton")
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else HOPPER
+    if (used := assembler(capability)) is None:
+        return Finding("triton", "broken", f"{version}, whose ptxas cannot be run: install triton again")
+    if torch.cuda.is_available() and (why := assembler_obstacle(*capability)):
+        return Finding("triton", "broken", f"{version}: {why}")
+    return Finding("triton", "ok", f"{version}, ptxas {used.version}")
 
 
 def _compiler() -> Finding:

@@ -3,6 +3,7 @@
 import ast
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -114,7 +115,7 @@ def test_a_pass_is_void_once_sources_or_versions_change(monkeypatch, changed):
     keep_check(OP, "cuda", Check(["bfloat16"], {}))
     checked.identity.cache_clear()
     if changed == "triton":
-        monkeypatch.setattr(checked, "_version", lambda: "0.1")
+        monkeypatch.setattr(checked, "triton", SimpleNamespace(__version__="0.1"))
     else:
         monkeypatch.setattr(checked, "_digest", lambda files, first: "another")
     try:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from approx_kernels.dispatch.findings import found, keep
-from approx_kernels.gpu.language import triton
+from approx_kernels.gpu.language import CAPABILITY, HOPPER, assembler, triton
 from approx_kernels.runtime.torch_internals import constant_result
 
 # Every op with kernels, and its folder.
@@ -114,18 +114,21 @@ def keep_check(op: str, device: str, check: Check) -> None:
 
 @functools.cache
 def identity(op: str) -> str:
-    """The subject of an op's check: a digest of its sources, and the versions of torch and triton.
+    """The subject of an op's check: a digest of its sources, and the versions of torch, triton and its assemblers.
 
     The sources are all modules that the op imports from this package, except C. Comments, empty lines and the layout of the
     files, in folders or flat as in a converted checkpoint, do not matter.
     """
     here = Path(__file__)
     files = _in_folders(here.parents[1]) if here.stem == "checked" else {x.stem: x for x in here.parent.glob("*.py")}
-    return f"{_digest(files, f'approx_kernels_ops_{OPS[op]}_api')}, torch {torch.__version__}, triton {_version()}"
+    versions = f"torch {torch.__version__}, triton {getattr(triton, '__version__', None)}, ptxas {_assemblers()}"
+    return f"{_digest(files, f'approx_kernels_ops_{OPS[op]}_api')}, {versions}"
 
 
-def _version() -> str | None:
-    return getattr(triton, "__version__", None)
+def _assemblers() -> str:
+    """The versions of all that Triton may run, since the process that compares identities may not ask the GPU for its kind."""
+    used = [assembler(capability) for capability in (CAPABILITY, HOPPER, (10, 0))]
+    return " and ".join(dict.fromkeys("unknown" if one is None else one.version for one in used))
 
 
 def _in_folders(root: Path) -> dict[str, Path]:

@@ -22,6 +22,9 @@ from approx_kernels.runtime.custom_op import custom_op
 
 # What an iteration holds in registers: for twice as many clusters it spills.
 MOST_CLUSTERS, MOST_BITS = 128, 63
+# Fewer clusters are padded to so many. With 32 the second product of k-means is too small for Hopper's wgmma, and the kernel would be
+# the only one to mix it with mma.sync, whose loop old assemblers get wrong.
+LEAST_CLUSTERS = 64
 # Programs below which heads are split into parts: those that fill an H100 once.
 FULL = 132
 
@@ -82,7 +85,7 @@ def cluster_samples(
         Cluster of each real query, in their order, [B, H, L] int32; what stands behind them has no meaning.
     """
     batch, heads, length, size = q.shape
-    width, wide = power(planes.shape[0] + 1, 32), power(most, 32)
+    width, wide = power(planes.shape[0] + 1, 32), power(most, LEAST_CLUSTERS)
     groups = _empty(q, tokens, counts, clusters, planes, draws, most, iterations)
     bits = q.new_empty(batch, heads, length, width, dtype=torch.int8)
     # To look at draws would wait for the device: whatever a buffer holds, places count from 0.

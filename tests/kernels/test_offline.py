@@ -77,6 +77,10 @@ def test_clustering_was_read_off_both_assemblers_of_the_oldest_triton():
     assert sorted(right) == [False, True]
 
 
+def test_the_report_is_made_from_the_record():
+    assert (REPORTS / "report.md").read_text("utf-8") == report(recorded())
+
+
 def test_figures_of_another_compiler_join_and_new_ones_of_the_same_replace(tmp_path):
     row = recorded()["compilers"][0]["kernels"][0]
     write([row], tmp_path, ("3.6.0", "12.8.93"))

@@ -157,10 +157,10 @@ def _mechanism(name: str) -> dict[str, Any]:
 
 
 def _task(name: str) -> dict[str, Any]:
-    from approx.tasks import SHARED, kind_of, open_task, settings_of
+    from approx.tasks import ORDER, SHARED, kind_of, open_task, settings_of
 
     task, kind = open_task(name), kind_of(name)
-    meanings, reading = SHARED | arguments(kind), arguments(kind.read)
+    meanings, reading = ORDER | SHARED | arguments(kind), arguments(kind.read)
     return {
         "name": name,
         "description": description(kind),

@@ -43,6 +43,7 @@ def finetune(
     task: options.Task = None,
     data: options.Data = None,
     columns: options.Columns = None,
+    labels: options.Labels = None,
     text: Annotated[
         list[Path] | None,
         typer.Option(help="A file of plain text, in place of a task; may be repeated.", rich_help_panel="Task"),
@@ -194,7 +195,7 @@ def finetune(
     asked: dict[str, Any] = {
         "recover": None if recover is None else [mode.strip() for mode in recover.split(",")],
         "task": task, "data": data, "text": None if not text else [str(path) for path in text], "split": split,
-        "limit": limit, "settings": options.task_settings(set_, columns), "length": length, "min_length": min_length,
+        "limit": limit, "settings": options.task_settings(set_, columns, labels), "length": length, "min_length": min_length,
         "budget": budget,
         "time_budget": time_budget, "steps": max_steps, "epochs": epochs, "batch_size": batch_size,
         "accumulate": accumulate, "learning_rate": learning_rate, "validation": validation,

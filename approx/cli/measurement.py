@@ -42,6 +42,7 @@ def evaluate(
     against: options.Against = None,
     data: options.Data = None,
     columns: options.Columns = None,
+    labels: options.Labels = None,
     split: Annotated[
         str | None, typer.Option(help="Split to use. Default: the task's default.", rich_help_panel="Task")
     ] = None,
@@ -153,7 +154,7 @@ def evaluate(
         options.check_output(outputs, force)
         made = api.evaluate(
             model, task, against=against, data=data, split=split, limit=limit, streaming=streaming,
-            settings=options.task_settings(set_, columns), truncate=truncate or max_length is not None, max_length=max_length,
+            settings=options.task_settings(set_, columns, labels), truncate=truncate or max_length is not None, max_length=max_length,
             extend_base=extend_base, margin=margin, batch_size=options.read_batch_size(batch_size), outputs=outputs, fresh=fresh, seed=seed, seeds=seeds, device=device,
             dtype=dtype, fast_products=fast_products, offline=offline, command=typed_command(), progress=bar,
         )  # fmt: skip

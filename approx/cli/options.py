@@ -149,6 +149,15 @@ Columns = Annotated[
         rich_help_panel=_TASK,
     ),
 ]
+Labels = Annotated[
+    str | None,
+    typer.Option(
+        help="The class that each of the model's outputs stands for, in their order, by number or name: 1,0 where they are "
+        "exchanged, or negative,positive. Default: matched by the names in config.json, or as numbered.",
+        show_default=False,
+        rich_help_panel=_TASK,
+    ),
+]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.", rich_help_panel=_MACHINE)]
 Dtype = Annotated[
     str,
@@ -214,10 +223,14 @@ def read_settings(settings: list[str] | None, option: str = "--set") -> dict[str
     return read
 
 
-def task_settings(settings: list[str] | None, columns: str | None) -> dict[str, Any]:
-    """The settings of a task from --set and --columns."""
+def task_settings(settings: list[str] | None, columns: str | None, labels: str | None = None) -> dict[str, Any]:
+    """The settings of a task from --set, --columns and --labels."""
     named = read_settings(columns.split(","), "--columns") if columns else {}
-    return read_settings(settings) | ({"columns": {field: str(name) for field, name in named.items()}} if named else {})
+    read = read_settings(settings)
+    if labels is not None and "labels" in read:
+        raise ApproxError("The labels were given twice, with --labels and with --set labels=. Give them once.")
+    more: dict[str, Any] = {} if labels is None else {"labels": labels}
+    return read | more | ({"columns": {field: str(name) for field, name in named.items()}} if named else {})
 
 
 def read_batch_size(text: str) -> "int | Literal['auto']":

@@ -66,6 +66,7 @@ def search(
     task: options.Task = None,
     data: options.Data = None,
     columns: options.Columns = None,
+    labels: options.Labels = None,
     split: Annotated[str | None, typer.Option(help="Split to use.", rich_help_panel="Task")] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Use only the first examples, this many.", rich_help_panel="Task")
@@ -153,7 +154,7 @@ def search(
 
     asked: dict[str, Any] = {
         "length": length, "budget": budget, "speed": speed, "latency": latency, "batch": batch_size, "task": task, "data": data,
-        "split": split, "limit": limit, "min_length": min_length, "settings": options.task_settings(set_, columns),
+        "split": split, "limit": limit, "min_length": min_length, "settings": options.task_settings(set_, columns, labels),
         "truncate": truncate, "text": None if text is None else str(text),
         "mechanisms": None if mechanisms is None else [name.strip() for name in mechanisms.split(",")],
         "candidates": None if candidates is None else Plan.read(candidates).to_data(), "granularity": granularity, "heal": heal,

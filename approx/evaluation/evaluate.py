@@ -21,7 +21,7 @@ from approx.evaluation.inputs import Prepared, Subject, prepare
 from approx.evaluation.memory import is_out_of_memory
 from approx.evaluation.options import EvaluateOptions
 from approx.evaluation.prediction_cache import Ledger, fingerprint
-from approx.evaluation.quality import compare, over_seeds
+from approx.evaluation.quality import compare, label_order, over_seeds
 from approx.evaluation.record import write_outputs
 from approx.evaluation.record_model import Quality, Rows, Tokens
 from approx.tasks.metrics import METRICS
@@ -119,7 +119,11 @@ def evaluate(
         examples=len(examples),
         subset=loaded.subset,
         truncated=prepared.truncated,
-        notes=[*loaded.notes, *([f"read to {options.max_length:,} tokens"] if options.max_length else [])],
+        notes=[
+            *loaded.notes,
+            *([f"read to {options.max_length:,} tokens"] if options.max_length else []),
+            *label_order(task, predictions[models[0].name], labels, models[0].model.config),
+        ],
         rows=None if (tally := loaded.tally) is None else Rows(read=tally.read, skipped={**+tally.skipped}),
         tokens=Tokens(median=median_low(prepared.lengths), longest=max(prepared.lengths)),
         **vars(compared),

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
 
 from approx.evaluation.coverage import Coverage
 from approx.evaluation.record_model import BaseQuality, Quality, QualityVariant, Record, Seeds, Slice
@@ -23,8 +24,10 @@ from approx.evaluation.statistics import (
     score_interval,
     verdict,
 )
+from approx.tasks.classification import ONE, SequenceClassification
 from approx.tasks.metrics import METRICS, TaskMetric
 from approx.tasks.task import Example, Task
+from approx.tasks.token_classification import TokenClassification
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,40 @@ def compare(
         ),
         variants=variants,
     )
+
+
+def label_order(task: Task, predictions: Sequence[Any], labels: Sequence[Any], config: Any) -> list[str]:
+    """How the outputs of a classification are taken, and whether another order of its labels scores far better.
+
+    The order is chosen on every second example and tested on the others: of many orders one is always better by chance.
+
+    Args:
+        task: The task, which a model was checked for.
+        predictions: Of the base.
+        labels: The label of each example.
+        config: The config of the base.
+    """
+    if not isinstance(task, SequenceClassification) or isinstance(task, TokenClassification) or task.kind != ONE:
+        return []
+    told = [one] if (one := task.about_labels(config)) else []
+    said, true = np.asarray(predictions), np.asarray(labels)
+    seen, tested = slice(0, None, 2), slice(1, None, 2)
+    if len(said) < 2:
+        return told
+    counts = np.zeros((len(task.labels),) * 2)
+    np.add.at(counts, (said[seen], true[seen]), 1)
+    # Ties keep the order as it is.
+    _, meant = linear_sum_assignment(counts + 1e-6 * np.eye(len(counts)), maximize=True)
+    now, other = said == true, meant[said] == true
+    commonest = np.bincount(true).max() / len(true)
+    low, high = accuracy_interval(other[tested])[0], accuracy_interval(now[tested])[1]
+    if low > max(high, commonest):
+        names = task.set_labels([int(meant[index]) for index in task.order_of(config)])
+        told.append(
+            f"accuracy would be {other.mean():.1%} instead of {now.mean():.1%} with the labels in another order: set --labels {names} "
+            "if the checkpoint has this order"
+        )
+    return told
 
 
 def over_tasks(quality: Sequence[Quality]) -> list[Quality]:

@@ -147,8 +147,16 @@ class Distill:
         terms = []
         if weights.logits:
             pairs = [(said[name], due[name]) for name in due if name.endswith("logits")]
+            several = getattr(self._teacher.config, "problem_type", None) == "multi_label_classification"
             terms += [
-                weights.logits * _distance(one, other, mask, weights.temperature) / len(pairs) for one, other in pairs
+                weights.logits
+                * (
+                    _of_labels(one, other, weights.temperature)
+                    if several
+                    else _distance(one, other, mask, weights.temperature)
+                )
+                / len(pairs)
+                for one, other in pairs
             ]
         if weights.hidden:
             layers = list(zip(said.hidden_states[1:], due.hidden_states[1:], strict=True))
@@ -247,6 +255,14 @@ def _distance(given: Tensor, due: Tensor, mask: Tensor | None, temperature: floa
     if apart.dim() == 2 and mask is not None and mask.shape == apart.shape:
         return (apart * mask).sum() / mask.sum().clamp(min=1)
     return apart.mean()
+
+
+def _of_labels(given: Tensor, due: Tensor, temperature: float) -> Tensor:
+    """Distance of outputs over labels that do not exclude each other, [B, L]: divergence of each, added up."""
+    one, other = given.float() / temperature, due.float() / temperature
+    least = F.binary_cross_entropy_with_logits(other, other.sigmoid(), reduction="none")
+    apart = F.binary_cross_entropy_with_logits(one, other.sigmoid(), reduction="none") - least
+    return apart.sum(-1).mean() * temperature**2
 
 
 def _fitting(mask: Tensor | None, hidden: Tensor) -> Tensor | None:

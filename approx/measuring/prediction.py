@@ -13,6 +13,7 @@ from approx.evaluation.evaluate import Subject, predict, prepare
 from approx.planning import positions
 from approx.recipe import BASE
 from approx.tasks import open_task
+from approx.tasks.images import Picture
 from approx.tasks.recording import Recording
 from approx.tasks.task import Example, Split
 from approx.tasks.transcription import RATE
@@ -113,7 +114,7 @@ def _by_pipeline(
             sound = Recording.of(given, Path(given)).decoded(RATE)
             reads = {"raw": sound, "sampling_rate": RATE}
         elif name == "image-classification":
-            reads = _image(given)
+            reads = Picture.of(given, Path(given)).decoded()
         else:
             _check_text(one, reads)
         settings: dict[str, Any] = {}
@@ -163,16 +164,6 @@ def _text(given: str) -> str:
     if not given.endswith(".txt"):
         return given
     return read_text(Path(given), settable=False)
-
-
-def _image(given: str) -> Any:
-    from PIL import Image, UnidentifiedImageError
-
-    try:
-        return Image.open(given).convert("RGB")
-    except (OSError, UnidentifiedImageError) as error:
-        why = getattr(error, "strerror", None) or "it is not an image, or damaged"
-        raise ApproxError(f"The image {given} cannot be read: {why}.", Exit.UNAVAILABLE) from None
 
 
 def _check_text(one: checkpoint.Checkpoint, text: str) -> None:

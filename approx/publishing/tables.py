@@ -1,6 +1,6 @@
 """The tables of the report, as formatted text shared by the page and the Markdown."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from approx.evaluation.record_model import Quality, QualityVariant, Variant
@@ -8,7 +8,7 @@ from approx.evaluation.record_speed import Crossover, Ratio, Speed, SpeedVariant
 from approx.publishing import wording
 from approx.publishing.summary import PAYS, standing, variant_of, worthwhile_from
 
-_AT_CHANCE = "at chance"
+_AT_CHANCE, _BELOW_CHANCE = "at chance", "worse than chance"
 # Other standings are even.
 _TONES = {**dict.fromkeys(PAYS, "good"), "slower": "bad", "out of memory": "bad"}
 
@@ -29,7 +29,9 @@ def quality_table(task: Quality) -> dict[str, Any]:
             "p_value": _p_value(entry.p_value),
             "p_adjusted": None if entry.p_adjusted is None else _p_value(entry.p_adjusted),
             "margin": wording.margin(entry, task),
-            "verdict": entry.verdict + (f", {_AT_CHANCE}" if entry.at_chance else ""),
+            "verdict": ", ".join(
+                filter(None, (entry.verdict, _against_chance(entry.scores.get(metric), None, entry.at_chance, task)))
+            ),
             "needed": wording.needed(entry, task),
             "tone": wording.tone(entry),
             "approximated": wording.approximated(entry, task),
@@ -51,7 +53,7 @@ def quality_table(task: Quality) -> dict[str, Any]:
             "score": wording.score(task.base.scores.get(metric), task),
             "others": [wording.score(task.base.scores.get(name), task) for name in others],
             "interval": wording.between(task.base.interval, digits, scale),
-            "verdict": _AT_CHANCE if task.base.at_chance else "",
+            "verdict": _against_chance(task.base.scores.get(metric), task.base.interval, task.base.at_chance, task),
         },
         "chance": None if task.chance is None else wording.score(task.chance, task),
         "rows": rows,
@@ -60,6 +62,21 @@ def quality_table(task: Quality) -> dict[str, Any]:
         "sliced_by": task.sliced_by or "tokens",
         "slice_metric": task.slice_metric or metric,
     }
+
+
+def _against_chance(score: float | None, interval: Sequence[float] | None, flagged: bool, task: Quality) -> str:
+    """`at chance`, or `worse than chance` if the interval is wholly beyond it; empty for a score that is better."""
+    if not flagged:
+        return ""
+    if task.chance is None or score is None:
+        return _AT_CHANCE
+    # Of a variant the interval of its own score is not kept; the base's is as wide.
+    ends = interval
+    if ends is None and task.base.interval is not None:
+        middle = task.base.scores.get(task.metric, score)
+        ends = [end - middle + score for end in task.base.interval]
+    worse = ends is not None and (ends[0] > task.chance if task.lower_is_better else ends[1] < task.chance)
+    return _BELOW_CHANCE if worse else _AT_CHANCE
 
 
 def speed_table(rows: list[Speed], crossovers: Iterable[Crossover]) -> dict[str, Any]:

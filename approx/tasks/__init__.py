@@ -26,6 +26,7 @@ from approx.tasks.token_classification import TokenClassification
 from approx.text_file import known_encoding
 
 __all__ = [
+    "ORDER",
     "SHARED",
     "TASKS",
     "Example",
@@ -62,6 +63,11 @@ SHARED = {
 }
 """Settings of every task that reads files, with their meanings."""
 
+ORDER = {
+    "labels": "The class that each of the model's outputs stands for, in their order, by name or number, e.g. 1,0; None matches names."
+}
+"""Setting of every classification with classes of its own, with its meaning."""
+
 
 def open_task(name: str, columns: Any = None, **settings: Any) -> Task:
     """Make a task by name.
@@ -80,6 +86,7 @@ def open_task(name: str, columns: Any = None, **settings: Any) -> Task:
     if wrong := [setting for setting in settings if setting not in allowed]:
         listed = f"Its settings are {', '.join(allowed)}." if allowed else "It has no settings."
         raise ApproxError(f"The task '{name}' has no setting '{wrong[0]}'.{did_you_mean(wrong[0], allowed)} {listed}")
+    order = settings.pop("labels", None) if _is_ordered(name) else None
     encoding = settings.pop("encoding", None)
     if encoding is not None and (not isinstance(encoding, str) or known_encoding(encoding) is None):
         raise ApproxError(
@@ -91,6 +98,9 @@ def open_task(name: str, columns: Any = None, **settings: Any) -> Task:
         raise ApproxError(f"Wrong settings for task '{name}': {str(error).rpartition('() ')[2]}.") from None
     if encoding is not None:
         task.encoding = encoding
+    if order is not None:
+        assert isinstance(task, SequenceClassification), "only they have this setting"
+        task.arrange(order)
     if columns:
         task.columns = _checked(task, columns)
     return task
@@ -127,7 +137,15 @@ def settings_of(name: str) -> dict[str, Any]:
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         parameters += inspect.signature(kind_of(name).__bases__[0]).parameters.values()
     own = {each.name: each.default for each in parameters if each.default is not each.empty}
-    return {**own, **dict.fromkeys(SHARED if kind_of(name).fields else ())}
+    return {
+        **own, **dict.fromkeys(ORDER if _is_ordered(name) else ()), **dict.fromkeys(SHARED if kind_of(name).fields else ())
+    }  # fmt: skip
+
+
+def _is_ordered(name: str) -> bool:
+    """Whether a task has classes of its own, whose order in the model may be set."""
+    kind = kind_of(name)
+    return issubclass(kind, SequenceClassification) and not issubclass(kind, Classification) and name != "glue/stsb"
 
 
 def _maker(name: str) -> Callable[..., Task]:

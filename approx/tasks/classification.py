@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from approx.errors import ApproxError, Exit
 from approx.tasks.head import SEQUENCE_CLASSIFICATION, Head
 from approx.tasks.padding import padded
+from approx.tasks.settings import names_setting
 from approx.tasks.table import Row, text_of
 from approx.tasks.task import Encoding, Example, Task
 
@@ -16,12 +17,40 @@ from approx.tasks.task import Encoding, Example, Task
 class SequenceClassification(Task):
     """A class, or a number, for one text or a pair (`Example.inputs`: `text` and optionally `text_pair`).
 
-    Predictions are indices into `labels`; a task without labels is a regression, with floats.
+    Predictions are indices into `labels`; a task without labels is a regression, with floats. `kind` says so, and a checkpoint of
+    another kind (`problem_type` in its config) is refused.
     """
 
     head: ClassVar[Head] = SEQUENCE_CLASSIFICATION
     fields = ("text", "label")
     optional_fields = ("text_pair",)
+
+    @property
+    def kind(self) -> str:
+        """`ONE` of the labels, `SEVERAL` of them, or a `NUMBER`."""
+        return ONE if self.labels else NUMBER
+
+    _arranged: tuple[int, ...] | None = None
+
+    def arrange(self, labels: Any) -> None:
+        """Set which class each of the model's outputs stands for, by name or number.
+
+        Raises:
+            ApproxError: if every class is not named once.
+        """
+        names = names_setting(self.name, "labels", labels)
+        known = {
+            **{str(index): index for index in range(len(self.labels))},
+            **{n: i for i, n in enumerate(self.labels)},
+        }
+        order = tuple(known.get(name, -1) for name in names)
+        if not self.labels or sorted(order) != list(range(len(self.labels))):
+            classes = ", ".join(f"{name} or {index}" for index, name in enumerate(self.labels)) or "no classes"
+            raise ApproxError(
+                f"The setting 'labels' of the task '{self.name}' is {labels!r}; it must be a list of names: each class once, in the "
+                f"order of the model's outputs. The task has {classes}."
+            )
+        self._arranged = order
 
     def from_cells(self, cells: dict[str, Any], row: Row) -> tuple[dict[str, Any], Any]:
         """The text or pair, and its class by name or number, or the number of a regression."""
@@ -53,9 +82,35 @@ class SequenceClassification(Task):
     _other_labels: ClassVar[str] = ""
 
     def check(self, model: Any) -> None:
-        """Raise if the model has no classification head, or other labels than the task."""
+        """Raise if the model has no classification head, another kind of outputs, or other labels than the task."""
         super().check(model)
+        self._refuse_kind(model.config)
         self._order(model.config)
+
+    def _refuse_kind(self, config: Any) -> None:
+        # Another number of outputs is told as such.
+        if (found := kind_of_outputs(config)) != self.kind and config.num_labels == (len(self.labels) or 1):
+            raise ApproxError(
+                f"{self.name} has {_KINDS[self.kind]}, but the checkpoint predicts {_KINDS[found]} (problem_type {config.problem_type!r} "
+                f"and {config.num_labels} output{'s'[: config.num_labels > 1]} in config.json). Use a checkpoint fine-tuned on such a "
+                "task, or correct problem_type if it is wrong.",
+                Exit.UNSUPPORTED,
+            )
+
+    def order_of(self, config: Any) -> list[int]:
+        """The class of each of the model's outputs, as an index into `labels`."""
+        return self._order(config)
+
+    def set_labels(self, order: Sequence[int]) -> str:
+        """The value of the setting `labels` that gives the outputs these classes."""
+        return ",".join(map(str, order))
+
+    def about_labels(self, config: Any) -> str | None:
+        """How the model's outputs are taken, if neither their names nor the user say so; None if one of them does."""
+        names = [str(config.id2label[index]) for index in range(config.num_labels)]
+        if self._arranged is not None or self.kind != ONE or not unnamed(names):
+            return None
+        return f"the model's labels {_listed(names)} are taken as {_listed(self.labels)}; --labels sets another order"
 
     def encode(self, example: Example, processor: Any, max_length: int | None = None) -> list[Encoding]:
         """Tokenise the text or the pair, with the tokenizer's own special tokens."""
@@ -93,6 +148,8 @@ class SequenceClassification(Task):
         if not self.labels:
             return {"labels": torch.tensor(labels, dtype=torch.float32)}
         order = self._order(config)
+        if self.kind == SEVERAL:
+            return {"labels": torch.tensor([[float(label[index]) for index in order] for label in labels])}
         return {"labels": torch.tensor([order.index(label) for label in labels])}
 
     def predict(self, outputs: Any, encodings: Sequence[Encoding], config: Any) -> list[Any]:
@@ -104,6 +161,9 @@ class SequenceClassification(Task):
         if not self.labels:
             return logits.squeeze(-1).tolist()
         order = self._order(config)
+        if self.kind == SEVERAL:
+            # The probability of a label exceeds one half.
+            return [[int(row[order.index(index)] > 0) for index in range(len(order))] for row in logits.tolist()]
         return [order[index] for index in logits.argmax(-1).tolist()]
 
     def _order(self, config: Any) -> list[int]:
@@ -116,8 +176,9 @@ class SequenceClassification(Task):
                 f"but the model has {len(names)} ({', '.join(names)}). Use a checkpoint fine-tuned on {self.name}.",
                 Exit.UNSUPPORTED,
             )
-        unnamed = all(name in (f"LABEL_{index}", str(index)) for index, name in enumerate(names))
-        if unnamed or not self.labels:
+        if self._arranged is not None:
+            return list(self._arranged)
+        if unnamed(names) or not self.labels:
             return list(range(len(wanted)))
         plain = [_plain(name) for name in wanted]
         if sorted(map(_plain, names)) != sorted(plain):
@@ -127,6 +188,29 @@ class SequenceClassification(Task):
                 Exit.UNSUPPORTED,
             )
         return [plain.index(_plain(name)) for name in names]
+
+
+ONE, SEVERAL, NUMBER = "one", "several", "number"
+"""What a head predicts: one of the labels, any number of them, or a number."""
+
+_KINDS = {ONE: "one of several labels", SEVERAL: "several labels at once", NUMBER: "a number"}
+
+
+def kind_of_outputs(config: Any) -> str:
+    """`ONE`, `SEVERAL` or `NUMBER`: what a head predicts, by `problem_type` and the number of its outputs, as in transformers."""
+    problem = getattr(config, "problem_type", None)
+    if problem == "multi_label_classification":
+        return SEVERAL
+    return NUMBER if problem == "regression" or (problem is None and config.num_labels == 1) else ONE
+
+
+def unnamed(names: Sequence[str]) -> bool:
+    """Whether the names of outputs say nothing: LABEL_0, LABEL_1, … or 0, 1, …"""
+    return all(name in (f"LABEL_{index}", str(index)) for index, name in enumerate(names))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:6]) + (", …" if len(names) > 6 else "")
 
 
 def _number(text: str, place: str) -> float:

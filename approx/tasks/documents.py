@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 from approx.errors import ApproxError, Exit
+from approx.tasks.classification import ONE
 from approx.tasks.hub import read_rows
 from approx.tasks.labelled import Classification
 from approx.tasks.settings import whole_setting
@@ -42,7 +43,9 @@ class Documents(Classification):
 
     def __init__(self, labels: Sequence[str] = _IMDB) -> None:
         super().__init__(labels)
-        self._declared = self.labels != _IMDB
+        if self.labels == _IMDB:
+            # Its own names are matched with those of the checkpoint.
+            self._kind, self._arranged = ONE, None
 
     def read(
         self, data: Path | None = None, split: str | None = None, limit: int | None = None, *, streaming: bool = False

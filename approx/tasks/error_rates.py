@@ -38,7 +38,8 @@ class WordErrorRate(TaskMetric):
     def total(evidence: NDArray[np.float64]) -> float:
         """Errors / words, over all utterances."""
         errors, words = evidence.sum(0)
-        return float(errors / words)
+        # A resample may hold only utterances without words; a task refuses to be scored on such alone.
+        return float(errors / max(1, words))
 
 
 class CharacterErrorRate(WordErrorRate):

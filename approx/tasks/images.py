@@ -11,6 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+
 from approx.errors import ApproxError, Exit
 from approx.tasks.head import IMAGE_CLASSIFICATION, Head
 from approx.tasks.labelled import Classification
@@ -46,18 +48,48 @@ class Picture:
         return cls(hashlib.sha256(_stored(name, source)).hexdigest(), name, source)
 
     def decoded(self) -> Any:
-        """The image of the library Pillow, in RGB.
+        """The image of the library Pillow, in RGB: turned upright as its camera says, as the library datasets does.
+
+        Greys of 16 bits are scaled to 8. What is transparent is white, as on a page.
 
         Raises:
-            ApproxError: if it is damaged.
+            ApproxError: if it is damaged, has several frames, or its values have no scale.
         """
-        from PIL import Image
+        from PIL import Image, ImageOps
 
         try:
-            return Image.open(io.BytesIO(_stored(self.name, self.source))).convert("RGB")
+            opened = Image.open(io.BytesIO(_stored(self.name, self.source)))
+            frames = getattr(opened, "n_frames", 1)
+            opened.load()
+            image = ImageOps.exif_transpose(opened)
+        except Image.DecompressionBombError:
+            raise self._refused("has too many pixels") from None
         # Pillow raises several kinds of errors for damaged files.
-        except (OSError, ValueError, SyntaxError) as error:
-            raise ApproxError(f"{self.name} is not a readable image ({error}). Replace it.", Exit.UNAVAILABLE) from None
+        except (OSError, ValueError, SyntaxError, EOFError) as error:
+            # The whole message names the object in memory that was read.
+            reason = str(error).partition(" <_io.")[0]
+            raise self._refused(f"is not a readable image ({reason})") from None
+        if frames > 1:
+            raise self._refused(f"has {frames} frames, of which only one could be read")
+        return _in_rgb(image) or self._scaled(image)
+
+    def _scaled(self, image: Any) -> Any:
+        """A grey image with values of more than 8 bits, in RGB."""
+        from PIL import Image
+
+        values = np.asarray(image)
+        low, high = values.min(), values.max()
+        # 16 bits are often opened as 32; other values say nothing of what is black and white.
+        wide = values.dtype.kind != "f" and (image.mode.startswith("I;16") or high > 255)
+        if not (np.isfinite((low, high)).all() and low >= 0 and high <= (65_535 if wide else 1)):
+            raise self._refused(f"has values from {low:g} to {high:g}, whose scale is not known")
+        scaled = values.astype(np.int64) >> 8 if wide else np.rint(values * 255.0)
+        return Image.fromarray(scaled.astype(np.uint8)).convert("RGB")
+
+    def _refused(self, why: str) -> ApproxError:
+        return ApproxError(
+            f"{self.name} {why}. Replace it by a PNG or JPEG of 8 bits, or a grey PNG of 16.", Exit.UNAVAILABLE
+        )
 
 
 @dataclass(frozen=True)
@@ -138,6 +170,19 @@ class ImageClassification(Classification):
     def collate(self, encodings: Sequence[Encoding], processor: Any) -> dict[str, Any]:
         """Decode and resize: `pixel_values` [B, channels, height, width]."""
         return dict(processor(images=[one["image"].decoded() for one in encodings], return_tensors="pt"))
+
+
+def _in_rgb(image: Any) -> Any:
+    """An image of 8 bits in RGB over white; None if its values have more."""
+    from PIL import Image
+
+    if image.mode.startswith(("I", "F")):
+        return None
+    # A palette or grey may have one transparent colour.
+    if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
+        seen = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", seen.size, "white"), seen).convert("RGB")
+    return image.convert("RGB")
 
 
 def _pictures(folder: Path) -> Iterator[Path]:

@@ -110,6 +110,74 @@ class F1(TaskMetric):
         return float(2 * np.sum(predicted & true) / max(1, predicted.sum() + true.sum()))
 
 
+class MicroF1(TaskMetric):
+    """F1 over all labels of all examples: the harmonic mean of precision and recall of the labels that are set.
+
+    A prediction and a label are lists of 0 and 1, one for each class.
+    """
+
+    key = "micro_f1"
+    source = "https://scikit-learn.org/stable/modules/generated/sklearn.metrics.f1_score.html"
+
+    @classmethod
+    def _features(cls) -> dict[str, Any]:
+        flags = datasets.List(datasets.Value("int64"))
+        return {"predictions": flags, "references": flags}
+
+    @staticmethod
+    def evidence(predictions: Sequence[Any], labels: Sequence[Any]) -> NDArray[np.float64]:
+        """Correct, predicted and true labels of each class, [n, 3 classes]."""
+        said, true = np.asarray(predictions, float), np.asarray(labels, float)
+        return np.concatenate([said * true, said, true], axis=1)
+
+    @classmethod
+    def chance(cls, labels: Sequence[Any]) -> float | None:
+        """The same labels for every example: the most common ones, as many as score best."""
+        commonest = np.argsort(-np.asarray(labels, float).sum(0))
+        guesses = [np.isin(np.arange(len(commonest)), commonest[: count + 1]) for count in range(len(commonest))]
+        return max(cls.value([guess.astype(float)] * len(labels), labels) for guess in guesses)
+
+    @staticmethod
+    def total(evidence: NDArray[np.float64]) -> float:
+        """F1 of the counts of all classes."""
+        right, said, true = evidence.sum(0).reshape(3, -1).sum(1)
+        return float(2 * right / max(1, said + true))
+
+
+class MacroF1(MicroF1):
+    """The mean over classes of their F1; 0 for a class that neither occurs nor is predicted."""
+
+    key = "macro_f1"
+
+    @staticmethod
+    def total(evidence: NDArray[np.float64]) -> float:
+        """The mean of the classes' F1."""
+        right, said, true = evidence.sum(0).reshape(3, -1)
+        return float(np.mean(2 * right / np.maximum(1, said + true)))
+
+
+class SubsetAccuracy(MicroF1):
+    """Exact match: the share of examples with all labels right."""
+
+    key = "subset_accuracy"
+    source = "https://scikit-learn.org/stable/modules/generated/sklearn.metrics.accuracy_score.html"
+
+    @staticmethod
+    def evidence(predictions: Sequence[Any], labels: Sequence[Any]) -> NDArray[np.float64]:
+        """Whether all labels of each example are right, [n, 1]."""
+        return (np.asarray(predictions, float) == np.asarray(labels, float)).all(1).astype(float)[:, None]
+
+    @classmethod
+    def chance(cls, labels: Sequence[Any]) -> float | None:
+        """The most common set of labels."""
+        return max(Counter(map(tuple, labels)).values()) / len(labels)
+
+    @staticmethod
+    def total(evidence: NDArray[np.float64]) -> float:
+        """The mean over examples."""
+        return float(evidence.mean())
+
+
 class Matthews(TaskMetric):
     """Matthews correlation, which for two classes is the Pearson correlation of zeros and ones."""
 
@@ -233,6 +301,9 @@ METRICS: dict[str, type[TaskMetric]] = {
         MeanScore,
         TokenAccuracy,
         F1,
+        MicroF1,
+        MacroF1,
+        SubsetAccuracy,
         Matthews,
         Pearson,
         Spearman,

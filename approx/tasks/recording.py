@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from approx.errors import ApproxError, Exit
 
 _SHORTEST_SECONDS = 0.1
+# Floats may exceed 1 a little; integers that were stored as floats exceed it by far.
+_LOUDEST = 16.0
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,14 @@ class Recording:
             raise _damaged(self.name, _reason(error)) from None
         if len(sound) != self.samples:
             raise _damaged(self.name, f"only {len(sound):,} of {self.samples:,} samples")
+        # Samples that are stored as floats may be anything.
+        loudest = float(np.abs(sound).max(initial=0))
+        if not loudest <= _LOUDEST:
+            found = "values that are not numbers" if np.isnan(loudest) else f"values up to {loudest:,.0f}"
+            raise ApproxError(
+                f"{self.name} holds {found}; samples are between -1 and 1. Write it again as 16-bit WAV or FLAC.",
+                Exit.UNAVAILABLE,
+            )
         if self.rate == rate:
             return np.asarray(sound, np.float32)
         common = gcd(rate, self.rate)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from approx.errors import ApproxError, Exit
+from approx.tasks.classification import ONE
 from approx.tasks.head import TOKEN_CLASSIFICATION, Head
 from approx.tasks.labelled import Classification
 from approx.tasks.padding import padded, padded_labels
@@ -87,6 +88,13 @@ class TokenClassification(Classification):
         return {"words": [text_of(word, row.place) for word in said]}, [
             self.labels[tag] if self.labels else tag for tag in known
         ]
+
+    def _kind_of(self, config: Any) -> str:
+        # A word has one tag, whatever problem_type says of texts.
+        return ONE
+
+    def _refuse_kind(self, config: Any) -> None:
+        """A head for tokens predicts tags."""
 
     def encode(self, example: Example, processor: Any, max_length: int | None = None) -> list[Encoding]:
         """Tokenise the words, and find the first token of each."""

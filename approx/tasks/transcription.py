@@ -9,7 +9,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,7 +22,7 @@ from approx.tasks.padding import padded_labels
 from approx.tasks.recording import Recording
 from approx.tasks.settings import names_setting, number_setting, whole_setting
 from approx.tasks.table import Row, text_of
-from approx.tasks.task import Encoding, Example, Task, doubling
+from approx.tasks.task import Encoding, Example, Split, Task, doubling
 from approx.text_file import words
 
 RATE = 16_000
@@ -94,6 +94,24 @@ class Transcription(Task):
         """The recording, by its path or its bytes, and its text."""
         recording = Recording.of(f"the recording of {row.place}", row.file(cells["audio"]))
         return {"recording": recording}, " ".join(words(text_of(cells["text"], row.place).upper()))
+
+    def load(
+        self, data: Path | None = None, split: str | None = None, limit: int | None = None, *, streaming: bool = False
+    ) -> Split:
+        """Load a split, as any task; recordings without words are counted, since an error rate divides by words.
+
+        Raises:
+            ApproxError: as for any task, or if no recording has words.
+        """
+        made = super().load(data, split, limit, streaming=streaming)
+        silent = sum(not example.label for example in made.examples)
+        if silent == len(made.examples):
+            raise ApproxError(
+                f"{self.name}: none of the {silent} transcripts has words, so there is no error rate. Name their column with "
+                "--columns text=NAME, or give recordings of speech.",
+                Exit.UNAVAILABLE,
+            )
+        return replace(made, notes=(*made.notes, f"without words: {silent}")) if silent else made
 
     def check(self, model: Any) -> None:
         """Raise if the model has neither a CTC head with an output for the blank nor a decoder."""

@@ -164,6 +164,6 @@ def test_an_image_is_classified(tmp_path):
     assert kind == "labels"
     assert all(math.isclose(sum(scores.values()), 1, rel_tol=1e-5) for scores in said.values())
     (tmp_path / "broken.png").write_bytes(b"nothing")
-    for name, why in (("broken.png", "not an image"), ("none.png", "No such file")):
+    for name, why in (("broken.png", "is not a readable image"), ("none.png", "No such file")):
         with pytest.raises(ApproxError, match=why):
             predicted(model, str(tmp_path / name), reader)

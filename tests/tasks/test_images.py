@@ -1,6 +1,7 @@
 """Images from folders and tables are classified by base and converted model, trained on and timed."""
 
 import copy
+import io
 import json
 from typing import Any
 
@@ -99,3 +100,48 @@ def test_what_is_no_image_is_named(pictures, tmp_path):
     (pictures / "test" / "cat").rename(pictures / "test" / "cow")
     with pytest.raises(ApproxError, match="unknown label 'cow'"):
         task.load(pictures)
+
+
+def encoded(image, kind="PNG", **options):
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return Picture.of("x", file.getvalue())
+
+
+def grey(kind):
+    return Image.fromarray((np.arange(64).reshape(8, 8) * 1000).astype(kind))
+
+
+def test_pictures_of_every_kind_are_decoded_as_they_look():
+    wide = np.asarray(encoded(grey(np.uint16)).decoded())
+    assert (wide[..., 0] == (np.arange(64).reshape(8, 8) * 1000) >> 8).all(), "16 bits are scaled, not cut"
+    assert (np.asarray(encoded(grey(np.int32), "TIFF").decoded()) == wide).all()
+    share = Image.fromarray((np.arange(64).reshape(8, 8) / 64).astype(np.float32))
+    assert np.asarray(encoded(share, "TIFF").decoded()).max() == 251
+    clear = Image.new("RGBA", (4, 4), (0, 0, 0, 0))
+    palette = Image.new("P", (4, 4))
+    palette.putpalette([0, 0, 0] * 256)
+    white = [
+        encoded(clear),
+        encoded(clear.convert("LA")),
+        encoded(palette, transparency=0),
+        encoded(Image.new("1", (4, 4), 1)),
+    ]
+    white.append(encoded(Image.new("CMYK", (4, 4), (0, 0, 0, 0)), "JPEG"))
+    assert all(np.asarray(one.decoded()).min() == 255 for one in white)
+    turned = Image.Exif()
+    turned[274] = 6
+    assert encoded(Image.new("RGB", (8, 4)), "JPEG", exif=turned).decoded().size == (4, 8)
+
+
+def test_pictures_without_one_meaning_are_named():
+    frames = {"save_all": True, "append_images": [Image.new("RGB", (4, 4), "red")]}
+    whole = encoded(Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)), "JPEG").source
+    for words, picture in [
+        ("has 2 frames", encoded(Image.new("RGB", (4, 4)), "GIF", **frames)),
+        ("whose scale is not known", encoded(grey(np.float32), "TIFF")),
+        ("is not a readable image", Picture.of("x", whole[:500])),
+    ]:
+        with pytest.raises(ApproxError, match=words) as caught:
+            picture.decoded()
+        assert caught.value.exit_code == Exit.UNAVAILABLE

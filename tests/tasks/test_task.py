@@ -28,7 +28,7 @@ def test_an_unknown_task_gets_a_suggestion(asked, meant):
 
 
 def test_an_unknown_setting_is_named():
-    with pytest.raises(ApproxError, match=r"'glue/sst2' has no setting 'words'\. Its settings are encoding"):
+    with pytest.raises(ApproxError, match=r"'glue/sst2' has no setting 'words'\. Its settings are labels, encoding"):
         open_task("glue/sst2", words=3)
 
 

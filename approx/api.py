@@ -68,6 +68,7 @@ def finetune(
     force: bool = False,
     revision: str | None = None,
     offline: bool = False,
+    merge_adapter: bool = False,
     device: str = "auto",
     progress: Progress = silent,
     **options: Any,
@@ -84,6 +85,7 @@ def finetune(
         force: Whether an existing `output` is replaced, and an unfinished training into it is started over.
         revision: Commit of the hub.
         offline: Whether only local files and the hub's cache may be used.
+        merge_adapter: Whether an adapter of PEFT beside the weights, or one whose folder is given, is merged into them.
         device: `auto`, `cpu` or `cuda`.
         progress: Called with what happens, steps done and steps in all.
         options: As of `approx.finetuning.options.FinetuneStage`: recover, task, data, text, steps, time_budget, …
@@ -104,11 +106,11 @@ def finetune(
             raise ApproxError("The training of a checkpoint needs a folder to write. Name it with 'output'.")
         return finetune_folder(
             model, Path(output), stage, teacher=None if teacher is None else str(teacher), resume=resume, force=force,
-            revision=revision, offline=offline, device=choose_device(device), progress=progress,
+            revision=revision, offline=offline, merge_adapter=merge_adapter, device=choose_device(device), progress=progress,
         )  # fmt: skip
     processor = in_memory(model, processor, offline=offline).source.reader
     taught = (
-        open_all({"teacher": teacher}, "cpu", "auto", offline=offline)["teacher"].model
+        open_all({"teacher": teacher}, "cpu", "auto", offline=offline, merge_adapter=merge_adapter)["teacher"].model
         if isinstance(teacher, str)
         else teacher
     )
@@ -123,6 +125,7 @@ def rehearse_finetuning(
     teacher: str | None = None,
     revision: str | None = None,
     offline: bool = False,
+    merge_adapter: bool = False,
     device: str = "auto",
     **options: Any,
 ) -> dict[str, Any]:
@@ -133,7 +136,15 @@ def rehearse_finetuning(
     from approx.finetuning.folder import rehearse
 
     stage = build(FinetuneStage, "finetune", **options)
-    return rehearse(model, stage, teacher=teacher, revision=revision, offline=offline, device=choose_device(device))
+    return rehearse(
+        model,
+        stage,
+        teacher=teacher,
+        revision=revision,
+        offline=offline,
+        merge_adapter=merge_adapter,
+        device=choose_device(device),
+    )
 
 
 def evaluate(
@@ -149,6 +160,7 @@ def evaluate(
     device: str = "auto",
     dtype: str = "auto",
     offline: bool = False,
+    merge_adapter: bool = False,
     command: str = "",
     progress: Progress = silent,
     **options: Any,
@@ -170,6 +182,7 @@ def evaluate(
         device: `auto`, `cpu` or `cuda`.
         dtype: `auto` or the name of a torch dtype.
         offline: Whether to use only local files and the hub's cache.
+        merge_adapter: Whether an adapter of PEFT beside the weights, or one whose folder is given, is merged into them.
         command: The command as typed, for the record.
         progress: Called with stage, done and total.
         options: Options of `approx.evaluation.options.EvaluateStage`: data, split, limit, margin, settings, …
@@ -183,7 +196,7 @@ def evaluate(
     stage = build(EvaluateStage, "evaluate", task=task, **options)
     # Mistakes in the task must show before weights are loaded.
     task_of(stage)
-    opened = open_pair(model, against, device, dtype, offline, processor)
+    opened = open_pair(model, against, device, dtype, offline, processor, merge_adapter=merge_adapter)
     label = label_of(model)
     if stage.seeds > 1 and len(opened) == 1:
         raise ApproxError(
@@ -211,6 +224,7 @@ def bench(
     device: str = "auto",
     dtype: str = "auto",
     offline: bool = False,
+    merge_adapter: bool = False,
     command: str = "",
     progress: Progress = silent,
     **options: Any,
@@ -229,6 +243,7 @@ def bench(
         device: `auto`, `cpu` or `cuda`.
         dtype: `auto` or the name of a torch dtype.
         offline: Whether to use only local files and the hub's cache.
+        merge_adapter: Whether an adapter of PEFT beside the weights, or one whose folder is given, is merged into them.
         command: The command as typed, for the record.
         progress: Called with stage, done and total.
         options: Options of `approx.evaluation.options.BenchStage`: batches, max_length, rounds, seconds, wait_idle, mode, …
@@ -244,7 +259,9 @@ def bench(
     stage = build(BenchStage, "bench", lengths=lengths, inputs=inputs, **options)
     if texts is not None:
         open_task(texts.task, **texts.settings)
-    opened = open_pair(model, against, device, dtype, offline, processor, reads=texts is not None)
+    opened = open_pair(
+        model, against, device, dtype, offline, processor, reads=texts is not None, merge_adapter=merge_adapter
+    )
     speed = measure_speed(opened, stage, texts, seed=seed, progress=progress)
     return make_record(opened, title=f"Speed of {label_of(model)}", seed=seed, command=command, speed=speed)
 
@@ -262,6 +279,7 @@ def search(
     dtype: str = "auto",
     revision: str | None = None,
     offline: bool = False,
+    merge_adapter: bool = False,
     command: str = "",
     progress: Progress = silent,
     **options: Any,
@@ -275,7 +293,7 @@ def search(
         sensitivities: `sensitivities.json` of an earlier search of the same model, candidates and examples.
         resume: Whether to go on with an earlier search into `output`.
         force: Whether to replace an earlier search.
-        seed, device, dtype, offline, command, progress: As for `evaluate`.
+        seed, device, dtype, offline, merge_adapter, command, progress: As for `evaluate`.
         revision: Commit of the hub.
         options: As of `approx.searching.options.SearchStage`: length, budget, speed, task, data, mechanisms, …
 
@@ -289,7 +307,8 @@ def search(
     """
     stage = build(SearchStage, "search", **options)
     if isinstance(model, str):
-        base = open_all({BASE: model}, device, dtype, revision=revision, offline=offline)[BASE]
+        where: dict[str, Any] = {"revision": revision, "offline": offline, "merge_adapter": merge_adapter}
+        base = open_all({BASE: model}, device, dtype, **where)[BASE]
     else:
         base = in_memory(model, processor, offline=offline)
     about: dict[str, Any] = {"resume": resume, "force": force, "seed": seed, "command": command, "progress": progress}

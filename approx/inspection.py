@@ -15,18 +15,21 @@ _HARDLY = 1.1
 _EXACT = {"heads": "all", "mechanism": None, "settings": {}, "exact_below": 0, "recompute": False}
 
 
-def inspect(name: str, *, revision: str | None = None, offline: bool = False) -> dict[str, Any]:
+def inspect(
+    name: str, *, revision: str | None = None, offline: bool = False, merge_adapter: bool = False
+) -> dict[str, Any]:
     """Describe a checkpoint from its config alone.
 
     Args:
         name: A folder, a hub model id, or `quickstart`.
         revision: Commit on the hub.
         offline: Whether to use only local files and the hub's cache.
+        merge_adapter: Whether an adapter of PEFT beside the weights, or one whose folder is given, is merged into them.
 
     Raises:
         ApproxError: if the checkpoint does not exist or is not supported.
     """
-    source = checkpoint.locate(name, revision=revision, offline=offline)
+    source = checkpoint.locate(name, revision=revision, offline=offline, merge_adapter=merge_adapter)
     facts = anatomy.anatomy(families.stock_config(source.config), source.stock_class)
     converted = source.raw.get("approx") or {}
     sites = converted.get("sites", {})
@@ -60,7 +63,13 @@ def inspect(name: str, *, revision: str | None = None, offline: bool = False) ->
 
 
 def plan(
-    name: str, chosen: Plan, lengths: list[int], *, revision: str | None = None, offline: bool = False
+    name: str,
+    chosen: Plan,
+    lengths: list[int],
+    *,
+    revision: str | None = None,
+    offline: bool = False,
+    merge_adapter: bool = False,
 ) -> dict[str, Any]:
     """Show which layers a plan changes, and predict its cost and speed-up by counting operations.
 
@@ -70,11 +79,12 @@ def plan(
         lengths: Sequence lengths to count at, in tokens.
         revision: Commit on the hub.
         offline: Whether to use only local files and the hub's cache.
+        merge_adapter: Whether an adapter of PEFT beside the weights, or one whose folder is given, is merged into them.
 
     Raises:
         ApproxError: with every mistake of the plan.
     """
-    source = checkpoint.locate(name, revision=revision, offline=offline)
+    source = checkpoint.locate(name, revision=revision, offline=offline, merge_adapter=merge_adapter)
     if source.converted:
         raise ApproxError(f"{name} is converted already. Plan for its base checkpoint.", Exit.REFUSED)
     facts = anatomy.anatomy(source.config, source.stock_class)

@@ -39,6 +39,7 @@ class Study(Model):
         bench: Grids of lengths and batch sizes to time at, in order.
         heal: Trainings of the converted variants, in order.
         revision: Commit on the hub.
+        merge_adapter: Whether an adapter of PEFT beside the weights, or one whose folder is given, is merged into them.
         notice: A sentence shown above everything else in the report.
         seed: Seed of all random choices.
         device: `auto`, `cpu` or `cuda`.
@@ -58,6 +59,7 @@ class Study(Model):
         Field(default_factory=list)
     )
     revision: str | None = None
+    merge_adapter: bool = False
     notice: str | None = None
     seed: Annotated[int, Field(ge=0)] = 0
     device: Device = "auto"

@@ -28,7 +28,8 @@ MAY_IMPORT = {
     "approx.registration": "",
     "approx.mechanisms": "approx.errors approx_kernels",
     "approx.seam": "approx.errors approx.paths approx.mechanisms approx_kernels",
-    "approx.checkpoints": "approx.errors approx.paths approx.version approx.validation approx.seam approx.mechanisms approx_kernels",
+    "approx.checkpoints": "approx.errors approx.paths approx.version approx.validation approx.planning.example_inputs"
+    " approx.planning.positions approx.seam approx.mechanisms approx_kernels",
     "approx.planning": "approx.errors approx.validation approx.yaml_text approx.seam approx.mechanisms approx_kernels",
     "approx.conversion": "approx.errors approx.paths approx.text_file approx.version approx.planning approx.checkpoints approx.seam approx.mechanisms"
     " approx_kernels",

@@ -14,12 +14,14 @@ class Base(BaseModel):
     Attributes:
         name: A model id of the hub, or the name of a folder without its path.
         revision: Commit on the hub; None for a folder.
-        weights_sha256: Hash of its weights.
+        weights_sha256: Hash of its weights, and of the files of a merged adapter.
+        adapter: Kind of the adapter that was merged into it, such as LORA; None without one.
     """
 
     name: str
     revision: str | None
     weights_sha256: str
+    adapter: str | None = None
 
 
 class CalibrationText(BaseModel):

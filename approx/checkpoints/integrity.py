@@ -3,13 +3,14 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from transformers import CONFIG_MAPPING
 
 from approx.checkpoints.conversion_record import check_record
 from approx.errors import ApproxError, Exit
@@ -21,6 +22,13 @@ INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 # The only folder that transformers reads by itself.
 _TEMPLATES = "additional_chat_templates"
+PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+# The order in which transformers looks for weights.
+_IN_ORDER = (_SINGLE, INDEX, PICKLE, PICKLE_INDEX)
+_OTHER_WEIGHTS = (".gguf", ".safetensors", ".bin", ".h5", ".msgpack", ".pt", ".pth", ".ckpt")
+# With these files beside the weights, transformers adds an adapter to the model wherever peft is installed.
+ADAPTER = "adapter_config.json"
+_ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 # Models are built from these numbers before any weight is read; a corrupt one would keep the machine busy for hours.
 _MOST = {"layer": 5_000, "labels": 1_000_000}
 
@@ -132,7 +140,11 @@ def _sign_of_conversion(folder: Path, config: dict[str, Any]) -> str | None:
 
 
 def weight_files(folder: Path, *, allow_pickle: bool = False) -> list[Path]:
-    """The weight files of a checkpoint, checked for LFS pointers, truncation and wrong headers.
+    """The weight files that transformers loads from a folder, checked for LFS pointers, truncation and wrong headers.
+
+    The order of preference is that of `from_pretrained`: the file that the config names, one safetensors file, an index of
+    several, and then the same as pickles. Whatever opens, hashes, compares or copies weights asks here, so that the name
+    of a model is that of the weights which run.
 
     Args:
         folder: Folder of the checkpoint.
@@ -141,27 +153,94 @@ def weight_files(folder: Path, *, allow_pickle: bool = False) -> list[Path]:
     Raises:
         ApproxError: naming the file, the problem and what to do.
     """
-    if (folder / INDEX).is_file():
-        _refuse_lfs(folder / INDEX)
-        try:
-            named = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
-            files = sorted(inside(folder, name, folder / INDEX) for name in named)
-        except ApproxError:
-            raise
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            files = []
-        if not files:
-            raise ApproxError(f"{folder / INDEX} is not a valid index. Download it again.", Exit.UNAVAILABLE)
-    elif (folder / _SINGLE).is_file():
-        files = [folder / _SINGLE]
+    config = _config_of(folder)
+    named = config.get("transformers_weights")
+    if named is None:
+        first = next((name for name in _IN_ORDER if (folder / name).is_file()), None)
+        if first is None:
+            raise ApproxError(_no_weights(folder), Exit.UNAVAILABLE)
     else:
-        return _pickles(folder, allow_pickle)
+        first = inside(folder, named, folder / "config.json").relative_to(folder).as_posix()
+        right = Path(first).name == first and first.endswith((".safetensors", ".safetensors.index.json"))
+        if not right or not os.path.isfile(folder / first):
+            raise ApproxError(
+                f"'transformers_weights' in {folder / 'config.json'} is '{first}', which is not a safetensors file of this folder. "
+                "Download it, or delete the key to load model.safetensors.",
+                Exit.UNAVAILABLE,
+            )
+    if first in (PICKLE, PICKLE_INDEX) and not allow_pickle:
+        raise ApproxError(
+            f"{folder} has only pickled weights ({first}), and a pickle can run code. If you trust its author, pass "
+            "--allow-pickle; the converted checkpoint is saved as safetensors.",
+            Exit.REFUSED,
+        )
+    files = _named_in(folder / first) if first.endswith(".index.json") else [folder / first]
+    files += [folder / name for name in _further(config) if (folder / name).is_file()]
     for path in files:
         # A name may be too long to be looked for.
         if not os.path.isfile(path):
-            raise ApproxError(f"{path} is missing, but {INDEX} names it. Download it again.", Exit.UNAVAILABLE)
-        _check_safetensors(path)
+            raise ApproxError(f"{path} is missing, but {first} names it. Download it again.", Exit.UNAVAILABLE)
+        if path.suffix == ".safetensors":
+            _check_safetensors(path)
+        else:
+            _refuse_lfs(path)
     return files
+
+
+def unused_weights(folder: Path, files: Collection[Path]) -> str | None:
+    """A note about safetensors files and indices in a folder that transformers ignores; None if there are none."""
+    known = {path.name for path in files} | ({INDEX} if files[0].name != _SINGLE else set())
+    left = sorted({path.name for path in folder.glob("*.safetensors*")} - known - {*adapter_names(folder)})
+    if not left:
+        return None
+    more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+    return f"{', '.join(left[:3])}{more} not read: transformers loads {files[0].name} from this folder."
+
+
+def adapter_names(folder: Path) -> list[str]:
+    """Names of the files of an adapter of PEFT in a folder; empty if there is none, its config alone without its weights."""
+    if not os.path.isfile(folder / ADAPTER):
+        return []
+    return [ADAPTER, *[name for name in _ADAPTER_WEIGHTS if os.path.isfile(folder / name)][:1]]
+
+
+def _config_of(folder: Path) -> dict[str, Any]:
+    # A config that cannot be read is reported by `read_config`.
+    with suppress(OSError, ValueError, RecursionError):
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return config if isinstance(config, dict) else {}
+    return {}
+
+
+def _further(config: dict[str, Any]) -> tuple[str, ...]:
+    """Files that transformers reads besides the weights, which a few families name in their config class."""
+    family = str(config.get("model_type")).removeprefix("approx_")
+    return getattr(CONFIG_MAPPING[family], "extra_files", ()) if family in CONFIG_MAPPING else ()
+
+
+def _named_in(index: Path) -> list[Path]:
+    _refuse_lfs(index)
+    try:
+        named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        files = sorted(inside(index.parent, name, index) for name in named)
+    except ApproxError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        files = []
+    if not files:
+        raise ApproxError(f"{index} is not a valid index. Download it again.", Exit.UNAVAILABLE)
+    return files
+
+
+def _no_weights(folder: Path) -> str:
+    found = sorted(path.name for path in folder.iterdir() if path.suffix in _OTHER_WEIGHTS)
+    if found and found[0].endswith(".gguf"):
+        return (
+            f"{folder} holds its weights as GGUF ({found[0]}), which transformers only reads when asked to. Load them with "
+            f"from_pretrained(…, gguf_file='{found[0]}'), and save the model as safetensors."
+        )
+    others = f"; {', '.join(found[:3])} has another name, which transformers does not load by itself" if found else ""
+    return f"{folder} holds no weights: neither {_SINGLE} nor {INDEX} exists{others}. Give a folder with weights."
 
 
 def refuse_non_finite(named_tensors: Iterable[tuple[str, torch.Tensor]], source: str) -> None:
@@ -205,24 +284,6 @@ def _check_safetensors(path: Path) -> None:
             f"{path} ({path.stat().st_size:,} bytes) is damaged or truncated: {error}. Download it again.",
             Exit.UNAVAILABLE,
         ) from None
-
-
-def _pickles(folder: Path, allow_pickle: bool) -> list[Path]:
-    pickles = sorted(folder.glob("pytorch_model*.bin"))
-    if not pickles:
-        raise ApproxError(
-            f"{folder} holds no weights: neither {_SINGLE} nor {INDEX} exists. Give a folder with weights.",
-            Exit.UNAVAILABLE,
-        )
-    if not allow_pickle:
-        raise ApproxError(
-            f"{folder} has only pickled weights ({pickles[0].name}), and a pickle can run code. If you trust its author, "
-            "pass --allow-pickle; the converted checkpoint is saved as safetensors.",
-            Exit.REFUSED,
-        )
-    for path in pickles:
-        _refuse_lfs(path)
-    return pickles
 
 
 def state_sha256(model: Any) -> str:

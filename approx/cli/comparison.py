@@ -51,6 +51,7 @@ def generate(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     offline: options.Offline = False,
+    merge_adapter: options.MergeAdapter = False,
 ) -> None:
     """Continue prompts with exact and with converted attention, and show where the texts part."""
     from approx import api
@@ -61,7 +62,7 @@ def generate(
         raise ApproxError("--temperature has an effect only with --sample. Give both or neither.")
     made = api.generate(
         model, prompt, against=against, max_new_tokens=max_new_tokens, sample=sample, temperature=temperature or 1.0,
-        seed=seed, device=device, dtype=dtype, offline=offline,
+        seed=seed, device=device, dtype=dtype, offline=offline, merge_adapter=merge_adapter,
     )  # fmt: skip
     terminal.result(made, *(part for one in made["prompts"] for part in _generated(one)))
     terminal.note("Times are of one run; `approx bench --mode generate` measures them.")
@@ -84,12 +85,21 @@ def predict(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     offline: options.Offline = False,
+    merge_adapter: options.MergeAdapter = False,
 ) -> None:
     """Predict from single inputs with exact and with converted attention, side by side."""
     from approx import api
 
     made = api.predict(
-        model, inputs, against=against, question=question, top=top, device=device, dtype=dtype, offline=offline
+        model,
+        inputs,
+        against=against,
+        question=question,
+        top=top,
+        device=device,
+        dtype=dtype,
+        offline=offline,
+        merge_adapter=merge_adapter,
     )
     terminal.result(made, *(part for one in made["inputs"] for part in _predicted(one, top)))
 

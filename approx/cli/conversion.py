@@ -36,12 +36,16 @@ def add_to(app: typer.Typer) -> None:
 
 
 def inspect(
-    terminal: Terminal, model: options.Model, revision: options.Revision = None, offline: options.Offline = False
+    terminal: Terminal,
+    model: options.Model,
+    revision: options.Revision = None,
+    offline: options.Offline = False,
+    merge_adapter: options.MergeAdapter = False,
 ) -> None:
     """Show a checkpoint's architecture and its attention sites; only its config is read."""
     from approx import api
 
-    checkpoint = api.inspect(model, revision=revision, offline=offline)
+    checkpoint = api.inspect(model, revision=revision, offline=offline, merge_adapter=merge_adapter)
     state = "converted" if checkpoint["converted"] else "stock"
     head = (
         f"{checkpoint['name']}: {checkpoint['architecture']} ({checkpoint['family']}, {state}), {checkpoint['parameters']:,} parameters, "
@@ -87,6 +91,7 @@ def plan(
     force: options.Force = False,
     revision: options.Revision = None,
     offline: options.Offline = False,
+    merge_adapter: options.MergeAdapter = False,
 ) -> None:
     """Show which layers a plan changes, its cost at each length, and the ceiling: the speed without attention."""
     from approx import api
@@ -96,7 +101,7 @@ def plan(
     chosen = options.read_plan(mechanism, set_, layers, heads, plan_file, exact_below, recompute)
     counted = options.read_numbers(lengths, "--lengths")
     options.check_output(output, force)
-    prediction = api.plan(model, chosen, counted, revision=revision, offline=offline)
+    prediction = api.plan(model, chosen, counted, revision=revision, offline=offline, merge_adapter=merge_adapter)
     costs = table(
         [
             "tokens",
@@ -151,6 +156,7 @@ def convert(
     force: options.Force = False,
     revision: options.Revision = None,
     offline: options.Offline = False,
+    merge_adapter: options.MergeAdapter = False,
     allow_pickle: options.AllowPickle = False,
     bundle_kernels: options.BundleKernels = False,
     trust_remote_code: options.TrustRemoteCode = False,
@@ -164,7 +170,8 @@ def convert(
         done = iter(range(_STEPS))
         receipt = conversion.convert(
             model, output, chosen, max_length=max_length, calibrate=calibrate, force=force, revision=revision,
-            offline=offline, allow_pickle=allow_pickle, bundle_kernels=bundle_kernels, trust_remote_code=trust_remote_code,
+            offline=offline, allow_pickle=allow_pickle, merge_adapter=merge_adapter, bundle_kernels=bundle_kernels,
+            trust_remote_code=trust_remote_code,
             progress=lambda step: bar(f"convert: {step}", next(done, _STEPS - 1), _STEPS),
         )  # fmt: skip
     left = [f"Left exact: layers {', '.join(map(str, receipt['left']))}"] if receipt["left"] else []

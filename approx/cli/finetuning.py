@@ -183,6 +183,7 @@ def finetune(
     device: options.Device = "auto",
     revision: options.Revision = None,
     offline: options.Offline = False,
+    merge_adapter: options.MergeAdapter = False,
 ) -> None:
     """Train a converted checkpoint until it is as good as before, or an exact one for comparison."""
     from approx import api
@@ -204,7 +205,13 @@ def finetune(
         "lora": _adapters(options.read_settings(lora, "--lora")), "penalty": penalty, "recompute": recompute,
         "bfloat16": bfloat16, "report_to": report_to, "seed": seed,
     }  # fmt: skip
-    about: dict[str, Any] = {"teacher": teacher, "revision": revision, "offline": offline, "device": device}
+    about: dict[str, Any] = {
+        "teacher": teacher,
+        "revision": revision,
+        "offline": offline,
+        "merge_adapter": merge_adapter,
+        "device": device,
+    }
     if dry_run:
         planned = api.rehearse_finetuning(model, **about, **asked)
         terminal.result(planned, *_planned(planned))

@@ -64,6 +64,7 @@ def export(
     force: options.Force = False,
     revision: options.Revision = None,
     offline: options.Offline = False,
+    merge_adapter: options.MergeAdapter = False,
 ) -> None:
     """Export a checkpoint as a program for any batch size and length, without Python code of its own, and check it."""
     from approx.conversion import export as exporting
@@ -73,6 +74,7 @@ def export(
         done = iter(range(_EXPORT_STEPS))
         made = exporting.export(
             model, output, format=format_, lengths=asked, force=force, revision=revision, offline=offline,
+            merge_adapter=merge_adapter,
             progress=lambda step: bar(f"export: {step}", next(done, _EXPORT_STEPS - 1), _EXPORT_STEPS),
         )  # fmt: skip
     errors = made["largest_relative_difference"].items()

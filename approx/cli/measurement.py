@@ -132,6 +132,7 @@ def evaluate(
     dtype: options.Dtype = "auto",
     fast_products: options.FastProducts = False,
     offline: options.Offline = False,
+    merge_adapter: options.MergeAdapter = False,
 ) -> None:
     """Score a checkpoint on a task and compare it with its base on the same examples."""
     from approx import api
@@ -156,7 +157,7 @@ def evaluate(
             model, task, against=against, data=data, split=split, limit=limit, streaming=streaming,
             settings=options.task_settings(set_, columns, labels), truncate=truncate or max_length is not None, max_length=max_length,
             extend_base=extend_base, margin=margin, batch_size=options.read_batch_size(batch_size), outputs=outputs, fresh=fresh, seed=seed, seeds=seeds, device=device,
-            dtype=dtype, fast_products=fast_products, offline=offline, command=typed_command(), progress=bar,
+            dtype=dtype, fast_products=fast_products, offline=offline, merge_adapter=merge_adapter, command=typed_command(), progress=bar,
         )  # fmt: skip
         if not distributed.leads():
             return
@@ -226,6 +227,7 @@ def bench(
     dtype: options.Dtype = "auto",
     fast_products: options.FastProducts = False,
     offline: options.Offline = False,
+    merge_adapter: options.MergeAdapter = False,
 ) -> None:
     """Time a checkpoint side by side with exact attention and with no attention (the ceiling)."""
     from approx import api
@@ -242,7 +244,7 @@ def bench(
             model, options.read_numbers(lengths, "--lengths"), batches=options.read_numbers(batch_size, "--batch-size", "1,8"),
             against=against, max_length=max_length, rounds=rounds, seconds=seconds, wait_idle=wait_idle, task=task, data=data,
             settings=options.task_settings(set_, columns), seed=seed, device=device, dtype=dtype, mode=mode, new_tokens=new_tokens,
-            fast_products=fast_products, offline=offline, command=typed_command(), progress=bar,
+            fast_products=fast_products, offline=offline, merge_adapter=merge_adapter, command=typed_command(), progress=bar,
         )  # fmt: skip
         if output is not None:
             record.save(output, made)

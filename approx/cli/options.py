@@ -37,6 +37,14 @@ BundleKernels = Annotated[
         "and uses the kernels of an installed approx-attention.",
     ),
 ]
+MergeAdapter = Annotated[
+    bool,
+    typer.Option(
+        "--merge-adapter",
+        help="Merge an adapter of PEFT that lies beside the weights, or whose folder is given.",
+        rich_help_panel=_CHECKPOINT,
+    ),
+]
 AllowPickle = Annotated[
     bool,
     typer.Option("--allow-pickle", help="Accept pickled weights, which can run code.", rich_help_panel=_CHECKPOINT),

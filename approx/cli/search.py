@@ -147,6 +147,7 @@ def search(
     dtype: options.Dtype = "auto",
     revision: options.Revision = None,
     offline: options.Offline = False,
+    merge_adapter: options.MergeAdapter = False,
 ) -> None:
     """Find the fastest mix of mechanisms within a loss, and prove it on examples that the search did not see."""
     from approx import api
@@ -165,7 +166,7 @@ def search(
     with terminal.progress() as bar:
         found = api.search(
             model, output, sensitivities=sensitivities, resume=resume, force=force, seed=seed, device=device, dtype=dtype,
-            revision=revision, offline=offline, command=typed_command(), progress=bar, **asked,
+            revision=revision, offline=offline, merge_adapter=merge_adapter, command=typed_command(), progress=bar, **asked,
         )  # fmt: skip
     terminal.result(found.to_data(), *_shown(found, output))
     for note in found.notes:

@@ -150,7 +150,8 @@ def _cautions(receipt: Receipt, *, trained: bool, published: Publication | None)
 def _told(step: Conversion | Training) -> str:
     """One step of a history, with everything that it depends on."""
     base = _code(step.base.name) + (f", revision {step.base.revision}," if step.base.revision else "")
-    start = f"from {base} (weights sha256 `{step.base.weights_sha256[:16]}…`) by approx {step.approx}"
+    merged = f" with its {step.base.adapter} adapter merged" if step.base.adapter else ""
+    start = f"from {base}{merged} (weights sha256 `{step.base.weights_sha256[:16]}…`) by approx {step.approx}"
     if isinstance(step, Conversion):
         longer = f"; positions extended to {step.max_length:,}" if step.max_length else ""
         text = (

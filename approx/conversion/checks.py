@@ -17,13 +17,14 @@ from torch import Tensor
 from approx.checkpoints.bundle import auto_map
 from approx.checkpoints.families import stock_class, write_code
 from approx.checkpoints.foreign import differences
+from approx.checkpoints.integrity import weight_files
 from approx.checkpoints.receipt import Check
 from approx.conversion import clean_process, layerwise, regime, surgery
 from approx.conversion.calibration import all_open, evaluating
 from approx.conversion.companions import settings
 from approx.conversion.layerwise import difference
 from approx.conversion.regime import Trial
-from approx.conversion.widened import widened
+from approx.conversion.widened import in_float32, widened
 from approx.mechanisms import MECHANISMS
 from approx.planning import positions
 from approx.planning.anatomy import anatomy
@@ -35,7 +36,7 @@ from approx_kernels.dispatch.implementation import implementation, untold
 # Images and spectrograms have fixed lengths, which the exact limit must cover too.
 _LONGEST = 4096
 # Largest difference allowed, relative to the largest output: rounding through a whole model, but no approximation.
-_TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+_TOLERANCE = 2e-5
 
 
 def exact_limit(model: Any, plan: Plan) -> Check:
@@ -68,7 +69,7 @@ def exact_limit(model: Any, plan: Plan) -> Check:
         surgery.revert(model)
     error = max(difference(*pair) for pair in zip(_real(after, inputs), _real(before, inputs), strict=True))
     skipped = f"; not checked: {', '.join(sorted(set(inexact)))}" if inexact else ""
-    return Check(name, error <= _tolerance(model), f"relative difference {error:.1e}{skipped}", [length])
+    return Check(name, error <= _TOLERANCE, f"relative difference {error:.1e}{skipped}", [length])
 
 
 def padding(model: Any) -> Check:
@@ -87,7 +88,7 @@ def padding(model: Any) -> Check:
     with all_open(model):
         single = _run(model, alone)
         error = difference(_run(model, padded)[-1:, : single.shape[1]], single)
-        if error > _tolerance(model) and _pads_without_mask(model):
+        if error > _TOLERANCE and _pads_without_mask(model):
             why = "this model normalises over the padding itself and is meant to be used without a mask"
             return Check(name, None, why)
         errors = [error, *(layerwise.padding(model, trial) for trial in tried)]
@@ -119,7 +120,7 @@ def weights(folder: Path, reference: dict[str, Tensor], whose: str = "base") -> 
     A tensor may be stored in another dtype than the model computes in.
     """
     written: dict[str, Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in weight_files(folder):
         written.update(load_file(path))
     shared = {name: tensor for name, tensor in reference.items() if name in written}
     stored = {tensor.data_ptr() for tensor in shared.values()}
@@ -189,7 +190,7 @@ def _copy_with_our_code(folder: Path, target: Path, model: Any) -> None:
 
 def _compared(name: str, model: Any, error: float, lengths: list[int]) -> Check:
     detail = f"relative difference {error:.1e}{_at(model, lengths)}"
-    return Check(name, error <= _tolerance(model), detail, lengths)
+    return Check(name, error <= _TOLERANCE, detail, lengths)
 
 
 def _at(model: Any, lengths: list[int]) -> str:
@@ -203,7 +204,7 @@ def _examples(model: Any, trial: Trial) -> dict[str, Tensor]:
 
 def _run(model: Any, inputs: dict[str, Tensor]) -> Tensor:
     """Last hidden states, [B, L, hidden]: task heads that pool or rescale would hide changes at single positions."""
-    with evaluating(model), widened(model), torch.inference_mode():
+    with evaluating(model), in_float32(model), torch.inference_mode():
         return model.base_model(**inputs)[0]
 
 
@@ -212,10 +213,6 @@ def _real(hidden: Tensor, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     mask = inputs.get("attention_mask")
     kept = hidden.shape[1] if mask is None else int(hidden.shape[1] * mask[-1].float().mean())
     return hidden[0], hidden[1, :kept]
-
-
-def _tolerance(model: Any) -> float:
-    return _TOLERANCE.get(model.dtype, _TOLERANCE[torch.float32])
 
 
 def _pads_without_mask(model: Any) -> bool:

@@ -14,6 +14,7 @@ import transformers
 
 from approx.checkpoints.checkpoint import Source, processor
 from approx.checkpoints.foreign import MODULES, Reference, is_code, names_only, never_ours, references
+from approx.checkpoints.integrity import ADAPTER, INDEX, PICKLE_INDEX
 from approx.checkpoints.receipt import RECEIPT
 from approx.errors import ApproxError, Exit
 from approx.paths import inside, refuse_leaving
@@ -23,7 +24,7 @@ from approx.seam.manifest import MANIFEST, sha256
 _OWN_FOLDER = ("", ".", "./")
 # Whose setting of the longest input is called what.
 _LONGEST = {"tokenizer_config.json": "model_max_length", "sentence_bert_config.json": "max_seq_length"}
-_NOT_COPIED = {"config.json", "README.md", "model.safetensors.index.json", MANIFEST, RECEIPT, ".gitattributes"}
+_NOT_COPIED = {"config.json", "README.md", INDEX, PICKLE_INDEX, ADAPTER, MANIFEST, RECEIPT, ".gitattributes"}
 _SUFFIXES = {".json", ".txt", ".model", ".jinja"}
 _LICENCES = re.compile(r"(?:licen[sc]e|notice|copying|use_policy)", re.IGNORECASE)
 # Settings that name the class of a tokenizer or processor.

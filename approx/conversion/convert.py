@@ -29,6 +29,7 @@ def convert(
     revision: str | None = None,
     offline: bool = False,
     allow_pickle: bool = False,
+    merge_adapter: bool = False,
     bundle_kernels: bool = False,
     trust_remote_code: bool = False,
     progress: Callable[[str], None] = lambda step: None,
@@ -46,6 +47,7 @@ def convert(
         revision: Commit on the hub.
         offline: Whether to use only local files and the hub's cache.
         allow_pickle: Whether pickled weights are accepted.
+        merge_adapter: Whether an adapter of PEFT beside the weights, or one whose folder is given, is merged into them.
         bundle_kernels: Whether the folder includes the C and Triton of its mechanisms instead of plain PyTorch.
         trust_remote_code: Whether the code of the checkpoint's own tokenizer or modules goes along; approx does not run it. A
             checkpoint of the hub needs `revision`, a commit.
@@ -62,7 +64,13 @@ def convert(
     refuse_existing(out, force=force)
     refuse_unwritable(out)
     progress("reading the config")
-    source = checkpoint.locate(name, revision=revision, offline=offline, allow_pickle=allow_pickle)
+    where: dict[str, Any] = {
+        "revision": revision,
+        "offline": offline,
+        "allow_pickle": allow_pickle,
+        "merge_adapter": merge_adapter,
+    }
+    source = checkpoint.locate(name, **where)
     refuse_overlap(source.folder, out)
     if source.converted:
         raise ApproxError(
@@ -79,7 +87,7 @@ def convert(
     file = None if calibrate is None else CalibrationFile.read(calibrate, source.stock_class.main_input_name)
     progress("loading the weights")
     clean_process.begin()
-    opened = checkpoint.load(name, revision=revision, offline=offline, allow_pickle=allow_pickle)
+    opened = checkpoint.load(name, **where)
     model = opened.model
     progress("checking the exact limit")
     results = [checks.exact_limit(model, plan)]

@@ -44,6 +44,7 @@ def export(
     force: bool = False,
     revision: str | None = None,
     offline: bool = False,
+    merge_adapter: bool = False,
     progress: Callable[[str], None] = lambda step: None,
 ) -> dict[str, Any]:
     """Export a checkpoint for inputs of any batch size and length, and compare the program with the model.
@@ -56,6 +57,7 @@ def export(
         force: Whether an existing `out` is replaced.
         revision: Commit on the hub.
         offline: Whether to use only local files and the hub's cache.
+        merge_adapter: Whether an adapter of PEFT beside the weights, or one whose folder is given, is merged into them.
         progress: Called with the name of each step.
 
     Returns:
@@ -72,7 +74,7 @@ def export(
     if format == "onnx":
         _refuse_missing()
     progress("loading the weights")
-    opened = checkpoint.load(name, revision=revision, offline=offline)
+    opened = checkpoint.load(name, revision=revision, offline=offline, merge_adapter=merge_adapter)
     refuse_overlap(opened.source.folder, out)
     model = opened.model.float()
     refuse_unexportable(model)

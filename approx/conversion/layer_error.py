@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from approx.conversion.calibration import evaluating
-from approx.conversion.widened import widened
+from approx.conversion.widened import in_float32
 from approx.mechanisms import MECHANISMS
 from approx.mechanisms.mechanism import Mechanism
 from approx.planning import positions
@@ -61,7 +61,7 @@ def layer_damage(model: Any, inputs: dict[str, Tensor]) -> dict[int, Damage]:
             )
         damage[call.layer] = lost
 
-    with observe(model, measure), evaluating(model), widened(model), torch.inference_mode():
+    with observe(model, measure), evaluating(model), in_float32(model), torch.inference_mode():
         model.base_model(**inputs)
     return damage
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from approx.conversion.calibration import evaluating
 from approx.conversion.regime import Trial
-from approx.conversion.widened import widened
+from approx.conversion.widened import in_float32
 from approx.mechanisms.mechanism import Mechanism
 from approx.planning.example_inputs import example_inputs
 from approx.seam.observe import Call, observe
@@ -104,6 +104,6 @@ def _largest(
         if call.mechanism is not None and not call.exact:
             differences.append(compare(call.mechanism, call))
 
-    with observe(model, on_call), evaluating(model), widened(model), torch.inference_mode():
+    with observe(model, on_call), evaluating(model), in_float32(model), torch.inference_mode():
         hidden = model.base_model(**inputs)[0]
     return max(differences), hidden

@@ -8,7 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from approx.checkpoints.integrity import INDEX
+from approx.checkpoints.integrity import INDEX, weight_files
 
 
 def keep_dtypes(source: Path, target: Path) -> None:
@@ -21,10 +21,11 @@ def keep_dtypes(source: Path, target: Path) -> None:
         source: Folder of the checkpoint that was loaded.
         target: Folder with the written one.
     """
-    places = {name: path for path in sorted(source.glob("*.safetensors")) for name in _dtypes(path)}
+    read = weight_files(source, allow_pickle=True)
+    places = {name: path for path in read if path.suffix == ".safetensors" for name in _dtypes(path)}
     dtypes = {name: dtype for path in {*places.values()} for name, dtype in _dtypes(path).items()}
     changed = False
-    for path in sorted(target.glob("*.safetensors")):
+    for path in weight_files(target):
         differ = {name for name, dtype in _dtypes(path).items() if dtypes.get(name, dtype) != dtype}
         if not differ:
             continue
@@ -60,6 +61,6 @@ def _count_bytes(folder: Path) -> None:
     """Correct the number of bytes in the index of a checkpoint of several files."""
     index = folder / INDEX
     data = json.loads(index.read_text(encoding="utf-8"))
-    tensors = (tensor for path in folder.glob("*.safetensors") for tensor in load_file(path).values())
+    tensors = (tensor for path in weight_files(folder) for tensor in load_file(path).values())
     data["metadata"] = data.get("metadata", {}) | {"total_size": sum(tensor.nbytes for tensor in tensors)}
     index.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -8,6 +8,7 @@ from approx.checkpoints import checkpoint, hub
 from approx.checkpoints.checkpoint import Source
 from approx.checkpoints.foreign import carried, code_files, differences, is_code, never_ours, plainly
 from approx.checkpoints.history import conversion
+from approx.checkpoints.integrity import adapter_names
 from approx.checkpoints.receipt import Check
 from approx.conversion import checks, clean_process
 from approx.conversion.calibration import mechanisms
@@ -75,7 +76,7 @@ def verify(
 def _unlisted(folder: Path) -> list[str]:
     """Weights and code that the manifest does not name, but transformers might load."""
     known = {manifest.MANIFEST, *manifest.names(folder)}
-    there = {*code_files(folder), *(path.name for path in folder.glob("*.safetensors*"))}
+    there = {*code_files(folder), *(path.name for path in folder.glob("*.safetensors*")), *adapter_names(folder)}
     return sorted(map(plainly, there - known))
 
 

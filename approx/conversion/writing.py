@@ -141,9 +141,11 @@ def conversion_step(
 def named_base(checkpoint: Checkpoint) -> Base:
     """A checkpoint as histories name it."""
     source = checkpoint.source
+    place = source.folder if source.adapter is None else source.adapter.folder
     return Base(
         # The path of a local folder may be private; the hash identifies the weights.
-        name=source.name if source.revision else source.folder.resolve().name,
+        name=source.name if source.revision else place.resolve().name,
         revision=source.revision,
         weights_sha256=checkpoint.weights_sha256,
+        adapter=None if source.adapter is None else source.adapter.kind,
     )

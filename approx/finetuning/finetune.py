@@ -212,11 +212,13 @@ def _enough(measure: Measure, exact: float | None, before: float | None, options
 
 def _claim(folder: Path, model: Any, prepared: Preparation, options: FinetuneStage, *, resume: bool) -> dict[str, Any]:
     """Claim a folder for this training, or check that it holds this training; return the stored state."""
+    settings = json.loads(model.config.to_json_string(use_diff=False))
     about = {
         "options": options.model_dump(mode="json", exclude={"time_budget", "report_to"}),
         "data": prepared.data.sha256,
         "model": type(model).__name__,
         "weights": state_sha256(model),
+        "config": {key: value for key, value in settings.items() if key != "_name_or_path"},
         "sites": (getattr(model.config, "approx", None) or {}).get("sites", {}),
     }
     about = json.loads(json.dumps(about))
@@ -231,6 +233,7 @@ def _claim(folder: Path, model: Any, prepared: Preparation, options: FinetuneSta
                 "data": "examples",
                 "model": "a model",
                 "weights": "weights",
+                "config": "settings in config.json",
                 "sites": "mechanisms",
             }
             raise ApproxError(

@@ -35,6 +35,7 @@ def finetune_folder(
     force: bool = False,
     revision: str | None = None,
     offline: bool = False,
+    merge_adapter: bool = False,
     device: str = "cpu",
     progress: Progress = lambda what, done, total: None,
 ) -> dict[str, Any]:
@@ -51,6 +52,7 @@ def finetune_folder(
         force: Whether to replace an existing `out` and to start an unfinished training over.
         revision: Commit of the hub.
         offline: Whether only local files and the hub's cache may be used.
+        merge_adapter: Whether an adapter of PEFT beside the weights, or one whose folder is given, is merged into them.
         device: Device to train on.
         progress: Called with the current activity, steps done and total steps.
 
@@ -68,14 +70,16 @@ def finetune_folder(
     working = working or out.with_name(f"{out.name}.training")
     # Another process would continue from the same checkpoints.
     with held(working) if distributed.leads() else nullcontext():
-        return _finetuned(name, out, options, teacher, working, resume, force, revision, offline, device, progress)
+        return _finetuned(
+            name, out, options, teacher, working, resume, force, revision, offline, merge_adapter, device, progress
+        )
 
 
 def _finetuned(
     name: str | Path, out: Path, options: FinetuneStage, teacher: str | None, working: Path, resume: bool, force: bool,
-    revision: str | None, offline: bool, device: str, progress: Progress,
+    revision: str | None, offline: bool, merge_adapter: bool, device: str, progress: Progress,
 ) -> dict[str, Any]:  # fmt: skip
-    opened, taught = _opened(name, teacher, options, revision, offline, device)
+    opened, taught = _opened(name, teacher, options, revision, offline, merge_adapter, device)
     refuse_overlap(opened.source.folder, out)
     reader = checkpoint.processor(opened.source)
     if taught is not None:
@@ -105,6 +109,7 @@ def rehearse(
     teacher: str | None = None,
     revision: str | None = None,
     offline: bool = False,
+    merge_adapter: bool = False,
     device: str = "cpu",
 ) -> dict[str, Any]:
     """Report what `finetune_folder` would do, with time and memory from one step of each mode; nothing is written.
@@ -112,7 +117,7 @@ def rehearse(
     Args and errors: as for `finetune_folder`.
     """
     refuse_sharding()
-    opened, taught = _opened(name, teacher, options, revision, offline, device)
+    opened, taught = _opened(name, teacher, options, revision, offline, merge_adapter, device)
     reader = checkpoint.processor(opened.source)
     prepared = prepare_training(opened.model, reader, options, None if taught is None else taught.model)
     return {
@@ -127,10 +132,18 @@ def rehearse(
 
 
 def _opened(
-    name: str | Path, teacher: str | None, options: FinetuneStage, revision: str | None, offline: bool, device: str
+    name: str | Path,
+    teacher: str | None,
+    options: FinetuneStage,
+    revision: str | None,
+    offline: bool,
+    merge_adapter: bool,
+    device: str,
 ) -> tuple[Checkpoint, Checkpoint | None]:
     clean_process.begin()
-    opened = checkpoint.load(name, revision=revision, offline=offline, device=device)
+    opened = checkpoint.load(
+        name, revision=revision, offline=offline, merge_adapter=merge_adapter, device=device
+    )
     # Before the training, not when its result is written.
     refuse_foreign(opened.source, carried(opened.source.config))
     record = opened.source.raw.get("approx") or {}
@@ -143,7 +156,7 @@ def _opened(
         return opened, None
     if "distill" not in (options.recover or []):
         raise ApproxError("--teacher has an effect only with the mode 'distill'. Add it to --recover, or leave it out.")
-    taught = checkpoint.load(teacher, offline=offline, device=device)
+    taught = checkpoint.load(teacher, offline=offline, merge_adapter=merge_adapter, device=device)
     if taught.source.converted or taught.source.stock_class is not opened.source.stock_class:
         raise ApproxError(
             f"The teacher {teacher} is a {type(taught.model).__name__}; it has to be an exact "

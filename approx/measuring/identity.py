@@ -24,12 +24,14 @@ def identity(opened: Checkpoint) -> str:
     """Hash everything that the outputs of an opened checkpoint depend on.
 
     The config includes the plan: every mechanism with its settings and seed. Random and calibrated state is among the
-    weights.
+    weights. The generation config decides what a model of speech or text writes.
     """
     model: Any = opened.model
     config = {key: value for key, value in model.config.to_dict().items() if key != "_name_or_path"}
+    generation = getattr(model, "generation_config", None)
+    ways = None if generation is None else generation.to_dict()
     versions = (torch.__version__, transformers.__version__, code())
-    return fingerprint(type(model).__name__, opened.weights_sha256, config, str(model.dtype), versions)
+    return fingerprint(type(model).__name__, opened.weights_sha256, config, ways, str(model.dtype), versions)
 
 
 def computed_by(device: torch.device, *, fast_products: bool = False) -> str:

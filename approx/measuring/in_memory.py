@@ -10,6 +10,7 @@ from approx.checkpoints import families
 from approx.checkpoints.checkpoint import Checkpoint, Source, processor_of
 from approx.checkpoints.integrity import state_sha256
 from approx.errors import ApproxError
+from approx.evaluation.prediction_cache import fingerprint
 
 
 def in_memory(model: Any, processor: Any, *, offline: bool = False, reads: bool = True) -> Checkpoint:
@@ -52,4 +53,9 @@ def in_memory(model: Any, processor: Any, *, offline: bool = False, reads: bool 
         families.is_converted(model),
         processor,
     )
-    return Checkpoint(source, model, state_sha256(model))
+    weights = state_sha256(model)
+    if (adapters := getattr(model, "peft_config", None)) is not None:
+        # How strongly an adapter acts is in its config alone, and which one acts in the model.
+        about = {name: one.to_dict() for name, one in adapters.items()}
+        weights = fingerprint(weights, about, model.active_adapters())
+    return Checkpoint(source, model, weights)

@@ -60,7 +60,13 @@ def choose_device(device: str) -> str:
 
 
 def open_all(
-    names: Mapping[str, str], device: str, dtype: str, *, revision: str | None = None, offline: bool = False
+    names: Mapping[str, str],
+    device: str,
+    dtype: str,
+    *,
+    revision: str | None = None,
+    offline: bool = False,
+    merge_adapter: bool = False,
 ) -> dict[str, checkpoint.Checkpoint]:
     """Load several checkpoints onto one device.
 
@@ -70,7 +76,9 @@ def open_all(
     device = choose_device(device)
     _check_choice("dtype", dtype)
     return {
-        label: checkpoint.load(name, dtype=dtype, device=device, revision=revision, offline=offline)
+        label: checkpoint.load(
+            name, dtype=dtype, device=device, revision=revision, offline=offline, merge_adapter=merge_adapter
+        )
         for label, name in names.items()
     }
 

@@ -23,6 +23,7 @@ def open_pair(
     processor: Any = None,
     *,
     reads: bool = True,
+    merge_adapter: bool = False,
 ) -> dict[str, checkpoint.Checkpoint]:
     """Open a model and the base to compare it with.
 
@@ -34,6 +35,7 @@ def open_pair(
         offline: Whether to use only local files and the hub's cache.
         processor: The tokenizer or processor of a loaded model, or the folder that holds it.
         reads: Whether loaded models will read inputs, which takes a processor.
+        merge_adapter: Whether an adapter of PEFT beside the weights, or one whose folder is given, is merged into them.
 
     Returns:
         `exact` -> the base, then the label of the model -> the model.
@@ -45,7 +47,7 @@ def open_pair(
     def opened(label: str, one: str | Any) -> checkpoint.Checkpoint:
         if not isinstance(one, str):
             return in_memory(one, processor, offline=offline, reads=reads)
-        return open_all({label: one}, device, dtype, offline=offline)[label]
+        return open_all({label: one}, device, dtype, offline=offline, merge_adapter=merge_adapter)[label]
 
     base, label = opened(BASE, model if against is None else against), label_of(model)
     if base.source.converted:

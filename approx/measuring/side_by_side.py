@@ -16,6 +16,7 @@ def generate(
     device: str = "auto",
     dtype: str = "auto",
     offline: bool = False,
+    merge_adapter: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Continue prompts with a decoder and with its exact base.
@@ -28,6 +29,7 @@ def generate(
         device: `auto`, `cpu` or `cuda`.
         dtype: `auto` or the name of a torch dtype.
         offline: Whether to use only local files and the hub's cache.
+        merge_adapter: Whether an adapter of PEFT beside the weights, or one whose folder is given, is merged into them.
         options: Options of `approx.measuring.generation.continued`: max_new_tokens, sample, temperature, seed.
 
     Returns:
@@ -36,7 +38,7 @@ def generate(
     Raises:
         ApproxError: if a model does not continue a text, or a prompt does not fit it.
     """
-    opened = open_pair(model, against, device, dtype, offline, processor)
+    opened = open_pair(model, against, device, dtype, offline, processor, merge_adapter=merge_adapter)
     return {"model": label_of(model), "prompts": continued(opened, prompts, **options)}
 
 
@@ -49,6 +51,7 @@ def predict(
     device: str = "auto",
     dtype: str = "auto",
     offline: bool = False,
+    merge_adapter: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Predict from single inputs with a model and with its exact base.
@@ -63,5 +66,5 @@ def predict(
     Raises:
         ApproxError: if the head predicts nothing, or an input does not fit the model.
     """
-    opened = open_pair(model, against, device, dtype, offline, processor)
+    opened = open_pair(model, against, device, dtype, offline, processor, merge_adapter=merge_adapter)
     return {"model": label_of(model), "inputs": [compare(opened, one, **options) for one in inputs]}

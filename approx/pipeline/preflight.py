@@ -146,7 +146,9 @@ def _at(place: str, error: ApproxError) -> list[ApproxError]:
 
 def _facts(recipe: Recipe, offline: bool) -> Anatomy:
     try:
-        source = checkpoint.locate(recipe.checkpoint, revision=recipe.revision, offline=offline)
+        source = checkpoint.locate(
+            recipe.checkpoint, revision=recipe.revision, offline=offline, merge_adapter=recipe.merge_adapter
+        )
     except ApproxError as error:
         hint = f" Replace it with --checkpoint.{_from_where(recipe.checkpoint)}" if recipe.checkpoint[:1] == "." else ""
         raise ApproxError(f"Checkpoint: {error}{hint}", error.exit_code) from None

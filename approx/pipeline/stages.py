@@ -56,7 +56,8 @@ class Study:
         self, asked: Recipe | Grid, checkpoint: str, out: Path, offline: bool, command: str, progress: Progress = silent
     ) -> None:
         self.asked, self.checkpoint, self.out, self.store = asked, checkpoint, out, Store(out)
-        self._where, self._command, self._progress = {"revision": asked.revision, "offline": offline}, command, progress
+        self._where = {"revision": asked.revision, "offline": offline, "merge_adapter": asked.merge_adapter}
+        self._command, self._progress = command, progress
         self._about: tuple[Any, ...] = ()
         self._data: list[str] = []
         self._opened: dict[str, Checkpoint] = {}

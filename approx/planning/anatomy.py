@@ -2,12 +2,16 @@
 
 import copy
 import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
@@ -163,8 +167,103 @@ def anatomy(config: Any, model_class: type) -> Anatomy:
             "DistilBERT, ELECTRA, GPT-2, Llama, Wav2Vec2, HuBERT, ViT and Whisper, can be converted.",
             Exit.UNSUPPORTED,
         )
+    if parts := [name for name in config.sub_configs if getattr(config, name, None) is not None]:
+        raise ApproxError(
+            f"{model_class.__name__} (family '{config.model_type}') is made of several models ({', '.join(parts)}), each with a "
+            "config of its own, which cannot be converted together. Save one of them as a checkpoint of its own, and convert that.",
+            Exit.UNSUPPORTED,
+        )
     settings = {name: value for name, value in config.to_dict().items() if name not in _ORIGINS}
     return _observe(_Kind(model_class, repr(settings), copy.deepcopy(config)))
+
+
+class _KnownIntegers(TorchFunctionMode):
+    """Computes whole numbers and what follows from them alone with their values; all else has only shapes.
+
+    Some models read such values: dynamic rotary positions compare the length with that of training.
+    """
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if any(tensor.is_meta for tensor in tensors):
+            return func(*tree_map(_shape_alone, args), **tree_map(_shape_alone, kwargs))
+        here = tree_map(_on_cpu, args), tree_map(_on_cpu, kwargs)
+        if tensors or here == (args, kwargs):
+            return func(*here[0], **here[1])
+        made = func(*args, **kwargs)
+        whole = isinstance(made, Tensor) and not (made.is_floating_point() or made.is_complex())
+        return func(*here[0], **here[1]) if whole else made
+
+
+def _shape_alone(value: Any) -> Any:
+    return value.to("meta") if isinstance(value, Tensor) else value
+
+
+def _on_cpu(value: Any) -> Any:
+    named = isinstance(value, torch.device | str) and str(value) == "meta"
+    return torch.device("cpu") if named else value
+
+
+class _Passes(NamedTuple):
+    """What was observed of forward passes of two lengths.
+
+    Attributes:
+        model: The model, on the meta device.
+        lengths: Positions of each pass.
+        flops: Floating-point operations of each.
+        calls: Attention calls of each.
+        moments: What each holds in memory, and when.
+        begun: What each held when each call began.
+        last: Calls of the longer pass, with fewer tokens in the decoder if there is one.
+    """
+
+    model: Any
+    lengths: tuple[int, int]
+    flops: list[int]
+    calls: list[list[_Call]]
+    moments: list[Any]
+    begun: list[list[int]]
+    last: list[_Call]
+
+
+def _passes(kind: _Kind, observer: _Observer, name: str, *, whole_numbers: bool) -> _Passes:
+    """Run a model without weights under the observer.
+
+    Args:
+        kind: The model.
+        observer: Replaces its attention.
+        name: Name of that attention.
+        whole_numbers: Whether whole numbers have values, for models that read them.
+    """
+    model_class, config = kind.model_class, kind.config
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = model_class(config).eval()
+    model.set_attn_implementation(name)
+    # Grouped expert products do not run on the meta device; batched ones need as many operations.
+    model.set_experts_implementation("batched_mm")
+    longest = min(_PROBE_LENGTH, positions.limit(config) or _PROBE_LENGTH)
+    lengths, flops, calls, moments, begun = (longest // 2, longest), [], [], [], []
+    with _KnownIntegers() if whole_numbers else nullcontext():
+        for length in lengths:
+            inputs = example_inputs(model, length, device="meta")
+            if whole_numbers:
+                real = {key: torch.full(x.shape, 5) for key, x in inputs.items() if not x.is_floating_point()}
+                inputs = {**inputs, **real}
+            if "input_ids" in inputs:
+                # Without a mask some families search the ids for padding, but meta tensors have no values.
+                inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+            with FlopCounterMode(display=False) as counter:
+                observer.run(model, inputs)
+            flops.append(counter.get_total_flops())
+            calls.append(observer.calls)
+            moments.append(observer.held.moments)
+            begun.append(observer.begun)
+        if "decoder_input_ids" in inputs:
+            # With equal lengths, cross-attention would look like self-attention.
+            observer.run(model, {**inputs, "decoder_input_ids": inputs["decoder_input_ids"][:, 1:]})
+    return _Passes(model, lengths, flops, calls, moments, begun, observer.calls)
 
 
 @lru_cache(maxsize=64)
@@ -173,42 +272,27 @@ def _observe(kind: _Kind) -> Anatomy:
     observer = _Observer()
     try:
         with temporary_attention(observer.attention, observer.mask) as name:
-            with torch.device("meta"), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                model = model_class(config).eval()
-            model.set_attn_implementation(name)
-            # Grouped expert products do not run on the meta device; batched ones need as many operations.
-            model.set_experts_implementation("batched_mm")
-            longest = min(_PROBE_LENGTH, positions.limit(config) or _PROBE_LENGTH)
-            lengths, flops, calls, moments, begun = (longest // 2, longest), [], [], [], []
-            for length in lengths:
-                inputs = example_inputs(model, length, device="meta")
-                if "input_ids" in inputs:
-                    # Without a mask some families search the ids for padding, but meta tensors have no values.
-                    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-                with FlopCounterMode(display=False) as counter:
-                    observer.run(model, inputs)
-                flops.append(counter.get_total_flops())
-                calls.append(observer.calls)
-                moments.append(observer.held.moments)
-                begun.append(observer.begun)
-            if "decoder_input_ids" in inputs:
-                # With equal lengths, cross-attention would look like self-attention.
-                observer.run(model, {**inputs, "decoder_input_ids": inputs["decoder_input_ids"][:, 1:]})
+            try:
+                seen = _passes(kind, observer, name, whole_numbers=False)
+            except Exception as error:
+                if not _lacks_values(error):
+                    raise
+                seen = _passes(kind, observer, name, whole_numbers=True)
     except ApproxError:
         raise
     except Exception as error:
         remedy = "If stock transformers runs this model, the family is not supported; otherwise fix its config.json."
-        if any(sign in str(error) for sign in ("meta tensor", "register_meta")):
-            remedy = "Its forward pass reads values, but planning knows only shapes: the family is not supported."
+        if _lacks_values(error):
+            remedy = "With this config its forward pass reads values, but planning knows only shapes: it cannot be converted."
         raise ApproxError(
             f"{model_class.__name__} (family '{config.model_type}') could not be run on example inputs to locate its attention: "
-            f"{type(error).__name__}: {error}. {remedy}",
+            f"{type(error).__name__}: {' '.join(str(error).split())}. {remedy}",
             Exit.UNSUPPORTED,
         ) from error
 
+    model, lengths, flops, calls, moments, begun, last_calls = seen
     cross, own, layers, per_pair = [], [], [], 0
-    for *pair, starts, last in zip(*calls, zip(*begun, strict=True), observer.calls, strict=True):
+    for *pair, starts, last in zip(*calls, zip(*begun, strict=True), last_calls, strict=True):
         if _is_cross(*pair, last):
             cross.append(pair)
         else:
@@ -250,6 +334,10 @@ def attends_causally(family: str) -> bool:
         )
     config = CONFIG_MAPPING[family]()
     return any(site.causal for site in anatomy(config, backbone_of(type(config))).sites)
+
+
+def _lacks_values(error: Exception) -> bool:
+    return any(sign in str(error) for sign in ("meta tensor", "register_meta"))
 
 
 def _is_cross(*calls: _Call) -> bool:

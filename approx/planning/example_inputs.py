@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from approx.errors import ApproxError, Exit
+from approx.planning import positions
 
 _RATE = 16_000
 
@@ -17,7 +18,7 @@ def example_inputs(
     """Random inputs that give about `length` positions in the model's attention.
 
     Args:
-        model: A transformers model; only its config and the signature of its forward are read.
+        model: A transformers model; only its config, its dtype and the signature of its forward are read.
         length: Positions of each row: tokens, or frames of speech. The config sets the size of images and spectrograms.
         batch: Number of rows.
         padded: Padded positions at the right end of the last row, filled as a tokenizer would; the result then has an
@@ -44,7 +45,9 @@ def example_inputs(
 
     def real(*shape: int) -> Tensor:
         # The sizes come from an unchecked config, so avoid allocating memory when shapes suffice.
-        return torch.empty(shape, device=device) if shapes_alone else torch.randn(*shape, generator=generator)
+        if shapes_alone:
+            return torch.empty(shape, device=device, dtype=model.dtype)
+        return torch.randn(*shape, generator=generator).to(model.dtype)
 
     if kind == "input_ids":
         inputs, positions_per_step = {"input_ids": tokens(length)}, 1
@@ -56,7 +59,10 @@ def example_inputs(
         inputs = {"input_values": real(batch, samples(config, length))}
     elif kind == "input_features":
         frames = 2 * config.max_source_positions
-        inputs = {"input_features": real(batch, config.num_mel_bins, frames), "decoder_input_ids": tokens(length)}
+        # The length may be that of the encoder, whose positions are more than the decoder's.
+        most = positions.limit(config) or length
+        inputs = {"input_features": real(batch, config.num_mel_bins, frames)}
+        inputs["decoder_input_ids"] = tokens(min(length, most))
         positions_per_step = 0
     elif kind == "pixel_values":
         inputs = {"pixel_values": real(batch, config.num_channels, config.image_size, config.image_size)}

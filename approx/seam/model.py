@@ -132,6 +132,19 @@ class ApproxModel:
     def _write_code(self, folder: Path) -> None:
         """Nothing to do: transformers already copied the code of remote classes."""
 
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse continuous batching, to which `generate_batch` and paged caches lead too.
+
+        Raises:
+            ApproxError: always.
+        """
+        raise ApproxError(
+            "Continuous batching (generate_batch, a paged cache) lays several texts into one row, which converted layers cannot keep "
+            "apart. Call generate() with the texts as one left-padded batch and its attention_mask; without the mechanisms, "
+            "`approx revert` gives the base, which can do it.",
+            Exit.UNSUPPORTED,
+        )
+
     def _set_implementation_unguarded(self, implementation: str) -> None:
         super().set_attn_implementation(implementation)  # type: ignore[misc]  # the stock class follows in the MRO
 

@@ -85,6 +85,98 @@ def test_weights_in_several_files_are_hashed_to_the_last(bad):
     assert checkpoint.load(bad).weights_sha256 == hashes[-1]
 
 
+def shards(folder, model):
+    """Write a model as an index and several files, beside what is there."""
+    model.save_pretrained(folder / "apart", max_shard_size="16KB")
+    for path in (folder / "apart").glob("*.safetensors*"):
+        path.replace(folder / path.name)
+    shutil.rmtree(folder / "apart")
+
+
+def pickled_shards(folder, model):
+    names = list(model.state_dict())
+    parts = {"pytorch_model-1.bin": names[::2], "pytorch_model-2.bin": names[1::2]}
+    for file, part in parts.items():
+        torch.save({name: model.state_dict()[name] for name in part}, folder / file)
+    index = {"metadata": {}, "weight_map": {name: file for file, part in parts.items() for name in part}}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+
+
+def whole(folder, model, name="model.safetensors"):
+    save_file(dict(model.state_dict()), folder / name, metadata={"format": "pt"})
+
+
+def pickled(folder, model):
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+
+
+def named(folder, model):
+    whole(folder, model, "other.safetensors")
+    edit_config(folder, transformers_weights="other.safetensors")
+
+
+# What transformers prefers, and what lies beside it.
+LAYOUTS = {
+    "a whole file over shards": (whole, shards),
+    "a whole file over a pickle": (whole, pickled),
+    "shards over a pickle": (shards, pickled),
+    "a whole pickle over pickled shards": (pickled, pickled_shards),
+    "what the config names over a whole file": (named, whole),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_hashes_the_weights_that_transformers_loads(bad, layout):
+    one, other, third = (tiny("BertForSequenceClassification", seed) for seed in (1, 2, 3))
+    (bad / "model.safetensors").unlink()
+    loaded, beside = LAYOUTS[layout]
+    beside(bad, other)
+    loaded(bad, one)
+    opened = checkpoint.load(bad, allow_pickle=True)
+    stock = transformers.BertForSequenceClassification.from_pretrained(bad)
+    for name, tensor in one.state_dict().items():
+        assert torch.equal(opened.model.state_dict()[name], tensor), name
+        assert torch.equal(stock.state_dict()[name], tensor), name
+    # The hash follows what is loaded, and nothing else.
+    beside(bad, third)
+    assert checkpoint.load(bad, allow_pickle=True).weights_sha256 == opened.weights_sha256
+    loaded(bad, third)
+    assert checkpoint.load(bad, allow_pickle=True).weights_sha256 != opened.weights_sha256
+    if loaded is not pickled:
+        # The converted folder holds the dtypes and numbers of what was loaded, too.
+        convert.convert(bad, bad.parent / "out", PLAN, allow_pickle=True)
+        written = load_file(bad.parent / "out" / "model.safetensors")
+        assert all(torch.equal(written[name], tensor) for name, tensor in third.state_dict().items())
+
+
+def test_converts_a_whole_file_beside_an_index_whose_files_are_gone(bad):
+    shards(bad, tiny("BertForSequenceClassification", 5))
+    for path in bad.glob("model-*.safetensors"):
+        path.unlink()
+    made = convert.convert(bad, bad.parent / "out", PLAN)
+    assert any("model.safetensors.index.json not read" in note for note in made["notes"])
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "model.fp16.safetensors", "tf_model.h5"])
+def test_names_weights_that_transformers_does_not_load(bad, name):
+    (bad / "model.safetensors").rename(bad / name)
+    refused(bad, Exit.UNAVAILABLE, str(bad), name)
+
+
+@pytest.mark.parametrize(
+    ("value", "code"),
+    [
+        ("../out.safetensors", Exit.REFUSED),
+        ("absent.safetensors", Exit.UNAVAILABLE),
+        ("config.json", Exit.UNAVAILABLE),
+        (3, Exit.UNAVAILABLE),
+    ],
+)
+def test_rejects_weights_that_the_config_names_wrongly(bad, value, code):
+    edit_config(bad, transformers_weights=value)
+    refused(bad, code, str(bad / "config.json"), str(value))
+
+
 def test_no_weights(bad):
     (bad / "model.safetensors").unlink()
     refused(bad, Exit.UNAVAILABLE, str(bad), "no weights", "model.safetensors")
@@ -145,6 +237,9 @@ def test_weights_whose_header_lies(bad, content):
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "model.safetensors.index.json"])
 def test_a_pointer_of_git_lfs(bad, name):
+    if name.endswith(".index.json"):
+        # Beside a whole file the index is not read.
+        (bad / "model.safetensors").unlink()
     (bad / name).write_bytes(POINTER)
     refused(bad, Exit.UNAVAILABLE, str(bad / name), "git-LFS pointer", "git lfs pull")
 
@@ -153,11 +248,13 @@ def test_a_pointer_of_git_lfs(bad, name):
     "text", ["{}", "[]", '{"weight_map": {}}', '{"weight_map": {"a": 3}}', '{"weight_map": [1]}', "{"]
 )
 def test_an_index_that_is_none(bad, text):
+    (bad / "model.safetensors").unlink()
     (bad / "model.safetensors.index.json").write_text(text)
     refused(bad, Exit.UNAVAILABLE, "model.safetensors.index.json", "Download it again")
 
 
 def test_a_shard_that_is_missing(bad):
+    (bad / "model.safetensors").unlink()
     (bad / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00002-of-00002.safetensors"}}')
     refused(bad, Exit.UNAVAILABLE, "model-00002-of-00002.safetensors is missing")
 

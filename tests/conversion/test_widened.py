@@ -1,12 +1,17 @@
-"""Linear layers of 16-bit models in float32 where processors have no instructions for 16 bits."""
+"""Models of 16 bits in float32: their linear layers where processors have no instructions for 16 bits, and whole for comparisons."""
+
+import copy
 
 import pytest
 import torch
 from torch import nn
 
+from approx.conversion import checks, surgery
 from approx.conversion import widened as module
-from approx.conversion.widened import widened
-from zoo import tiny
+from approx.conversion.widened import in_float32, widened
+from approx.planning.example_inputs import example_inputs
+from approx.planning.plan import Plan
+from zoo import FAMILIES, tiny
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -42,3 +47,30 @@ def test_a_processor_with_the_instructions_computes_in_16_bits(monkeypatch):
     model = tiny("BertForSequenceClassification").bfloat16()
     with widened(model) as mode:
         assert mode is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_a_model_of_16_bits_computes_as_if_loaded_in_float32(architecture, dtype):
+    model = tiny(architecture).to(dtype)
+    surgery.exchange(model, Plan.of("linear"))
+    inputs = example_inputs(model, 24, batch=2)
+    wide = {name: x.float() if x.is_floating_point() else x for name, x in inputs.items()}
+    with torch.inference_mode():
+        with in_float32(model):
+            out = model(**inputs)[0]
+        assert model(**inputs)[0].dtype == dtype
+        assert torch.equal(out, copy.deepcopy(model).float()(**wide)[0])
+    assert {tensor.dtype for tensor in model.base_model.parameters()} >= {dtype}
+
+
+def test_a_model_of_32_bits_is_left_alone():
+    with in_float32(tiny("BertForSequenceClassification")) as mode:
+        assert mode is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_exact_limit_of_a_model_of_16_bits_is_checked_in_float32(dtype):
+    check = checks.exact_limit(tiny("LlamaForCausalLM").to(dtype), Plan.of("local", left=4))
+    assert check.passed
+    assert float(check.detail.split()[-1]) < 2e-6

@@ -393,9 +393,7 @@ def _check_keys(source: Source, model: Any, info: dict[str, Any]) -> list[str]:
         )
     notes = []
     if unread:
-        notes.append(
-            f"{', '.join(sorted(unread)[:4])} not in the checkpoint: set to 0, since only training reads it."
-        )
+        notes.append(f"{', '.join(sorted(unread)[:4])} not in the checkpoint: set to 0, since only training reads it.")
     if missing:
         notes.append(
             f"{', '.join(missing[:4])} not in the checkpoint: newly initialised; train this task head before using its output."

@@ -142,6 +142,8 @@ class _Observer:
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
+        # `mask` gives none, so this one is the model's own.
+        self.plain_masks &= attention_mask is None
         self.calls.append((module, query.shape, key.shape, scaling, kwargs))
         self.begun.append(self.held.now + query.numel() * query.element_size())
         return values_only(module, query, key, value)
@@ -348,7 +350,7 @@ def _sites(model: Any, plain_masks: bool, pairs: list[list[_Call]]) -> tuple[Sit
     name = type(model).__name__
     if not plain_masks:
         raise ApproxError(
-            f"{name} restricts its attention with its own mask (a sliding window or chunks), which the mechanisms do not "
+            f"{name} restricts its attention with its own mask (a sliding window, chunks, or one that it builds itself), which the mechanisms do not "
             "support. Only models with plain causal or bidirectional attention can be converted.",
             Exit.UNSUPPORTED,
         )

@@ -18,7 +18,9 @@ _TABLES = {
     "distilbert": "embeddings.position_embeddings",
     "gpt2": "wpe",
 }
-_OFFSET_FAMILIES = ("roberta", "xlm-roberta")
+_OFFSET_FAMILIES = (
+    "roberta", "xlm-roberta", "xlm-roberta-xl", "roberta-prelayernorm", "camembert", "data2vec-text", "xmod", "layoutlmv3", "markuplm",
+)  # fmt: skip
 _UNLIMITED_FAMILIES = ("wav2vec2", "hubert", "vit")
 
 
@@ -36,9 +38,7 @@ def limit(config: Any) -> int | None:
     family = _family(config)
     if family in _UNLIMITED_FAMILIES:
         return None
-    if family == "whisper":
-        return config.max_target_positions
-    rows = getattr(config, "max_position_embeddings", None)
+    rows = getattr(config, "max_target_positions", None) or getattr(config, "max_position_embeddings", None)
     return None if rows is None else rows - _offset(config)
 
 

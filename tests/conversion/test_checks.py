@@ -133,7 +133,7 @@ def test_a_model_that_normalises_over_padding_says_why_it_is_not_compared():
     model = recogniser("group")
     surgery.convert(model, Plan.of("local", left=2, right=2))
     check = checks.padding(model)
-    assert (check.passed, "normalises over the padding" in check.detail) == (None, True)
+    assert (check.passed, "reads its padding" in check.detail) == (None, True)
 
 
 def test_padding_that_reaches_a_decoder_is_found(monkeypatch):

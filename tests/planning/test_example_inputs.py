@@ -39,3 +39,16 @@ def test_speech_has_as_many_frames_as_were_asked_for(length):
     assert frames.sum(1).tolist() == [length + 3, length]
     assert not inputs["input_values"][1][inputs["attention_mask"][1] == 0].any()
     assert inputs["input_values"][0].all()
+
+
+def test_a_decoder_gets_no_more_tokens_than_it_has_positions():
+    model = tiny("WhisperForConditionalGeneration", max_target_positions=10)
+    inputs = example_inputs(model, 24)
+    assert inputs["decoder_input_ids"].shape[1] == 10
+    model(**inputs)
+
+
+@pytest.mark.parametrize("architecture", ["WhisperModel", "Wav2Vec2Model", "ViTModel"])
+def test_sound_and_pictures_have_the_dtype_of_the_model(architecture):
+    model = tiny(architecture).half()
+    assert model(**example_inputs(model, 8))[0].dtype == torch.float16

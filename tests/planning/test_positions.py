@@ -12,6 +12,7 @@ from approx.errors import ApproxError, Exit
 from approx.planning import positions
 from approx.planning.example_inputs import example_inputs
 from approx.planning.plan import Plan
+from approx.seam.transformers_internals import backbone_of
 from zoo import FAMILIES, difference, outputs, tiny
 
 LEARNED = (
@@ -124,3 +125,16 @@ def test_a_family_without_a_table_has_no_limit_whatever_else_its_config_says(fam
     kind = transformers.CONFIG_MAPPING[family]
     for config_class in (kind, families.config_class(kind)):
         assert positions.limit(config_class.from_dict({"max_position_embeddings": 512})) is None
+
+
+@pytest.mark.parametrize(
+    "family", ["bert", "camembert", "data2vec-text", "electra", "ernie", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl"]
+)  # fmt: skip
+def test_the_longest_input_fits_the_position_table(family):
+    rows = transformers.CONFIG_MAPPING[family](
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32, vocab_size=50, max_position_embeddings=24,
+    )  # fmt: skip
+    model = backbone_of(type(rows))(rows).eval()
+    outputs(model, example_inputs(model, positions.limit(rows)))
+    with pytest.raises((IndexError, RuntimeError)):
+        outputs(model, example_inputs(model, positions.limit(rows) + 1))

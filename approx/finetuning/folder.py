@@ -141,9 +141,7 @@ def _opened(
     device: str,
 ) -> tuple[Checkpoint, Checkpoint | None]:
     clean_process.begin()
-    opened = checkpoint.load(
-        name, revision=revision, offline=offline, merge_adapter=merge_adapter, device=device
-    )
+    opened = checkpoint.load(name, revision=revision, offline=offline, merge_adapter=merge_adapter, device=device)
     # Before the training, not when its result is written.
     refuse_foreign(opened.source, carried(opened.source.config))
     record = opened.source.raw.get("approx") or {}

@@ -395,3 +395,50 @@ def test_a_pickle_that_is_none(bad, content):
     to_pickle(bad)
     (bad / "pytorch_model.bin").write_bytes(content)
     refused(bad, Exit.UNAVAILABLE, str(bad), allow_pickle=True)
+
+
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [("gptq", {"bits": 4, "group_size": 128}), ("awq", {"bits": 4}), ("bitsandbytes", {"load_in_4bit": True})],
+)
+def test_a_quantised_checkpoint_without_its_package_is_named_before_weights_are_read(bad, method, more):
+    edit_config(bad, quantization_config={"quant_method": method, **more})
+    (bad / "model.safetensors").write_bytes(b"never read")
+    refused(bad, Exit.MISSING, method, "Install")
+
+
+@pytest.mark.parametrize("value", ["absent", 3, None])
+def test_an_unknown_quantisation_is_refused(bad, value):
+    edit_config(bad, quantization_config={"quant_method": value})
+    refused(bad, Exit.UNSUPPORTED, "quantised")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "name"),
+    [
+        ("Wav2Vec2ForCTC", {"mask_time_prob": 0.05}, "wav2vec2.masked_spec_embed"),
+        ("HubertForCTC", {"mask_time_prob": 0.05}, "hubert.masked_spec_embed"),
+    ],
+)
+def test_a_tensor_that_only_training_reads_may_be_missing(tmp_path, architecture, changes, name):
+    tiny(architecture, **changes).save_pretrained(tmp_path / "base")
+    edit_weights(tmp_path / "base", lambda tensors: {key: x for key, x in tensors.items() if key != name})
+    made = convert.convert(tmp_path / "base", tmp_path / "out", PLAN)
+    assert any(f"{name} not in the checkpoint: set to 0" in note for note in made["notes"])
+    assert not load_file(tmp_path / "out" / "model.safetensors")[name].any()
+
+
+def test_the_token_of_masked_patches_may_be_missing(tmp_path):
+    config = transformers.Dinov2Config(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, image_size=28, patch_size=14, mlp_ratio=1
+    )
+    transformers.Dinov2Model(config).save_pretrained(tmp_path)
+    edit_weights(tmp_path, lambda tensors: {key: x for key, x in tensors.items() if "mask_token" not in key})
+    assert any("embeddings.mask_token" in note for note in checkpoint.load(tmp_path).notes)
+
+
+@pytest.mark.parametrize("lost", ["feature_projection.projection.weight", "encoder.layers.1.attention.k_proj.bias"])
+def test_a_tensor_that_inference_reads_may_not_be_missing(tmp_path, lost):
+    tiny("Wav2Vec2ForCTC").save_pretrained(tmp_path / "base")
+    edit_weights(tmp_path / "base", lambda tensors: {key: x for key, x in tensors.items() if key != f"wav2vec2.{lost}"})
+    refused(tmp_path / "base", Exit.UNAVAILABLE, lost, "at random")

@@ -292,3 +292,11 @@ def test_a_processor_whose_class_only_the_config_told_comes_along(tmp_path):
         convert.revert(out, base.with_name(f"{base.name}-reverted"))
         assert type(auto.from_pretrained(base.with_name(f"{base.name}-reverted"))) is type(before)
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "texts-converted").eos_token == "<|endoftext|>"
+
+
+def test_converts_whisper_of_16_bits_whose_decoder_has_fewer_positions_than_its_encoder(tmp_path):
+    model = tiny("WhisperForConditionalGeneration", max_source_positions=60, max_target_positions=24).half()
+    model.save_pretrained(tmp_path / "base")
+    made = convert.convert(tmp_path / "base", tmp_path / "out", Plan.of("clustered", layers="0-1", clusters=4))
+    assert all(check["passed"] is not False for check in made["checks"])
+    assert {x.dtype for x in load_file(tmp_path / "out" / "model.safetensors").values()} >= {torch.float16}

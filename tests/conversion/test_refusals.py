@@ -6,8 +6,10 @@ import pytest
 import torch
 import transformers
 
-from approx.conversion import surgery
+from approx.conversion import checks, convert, surgery
 from approx.errors import ApproxError, Exit
+from approx.inspection import inspect
+from approx.inspection import plan as predicted
 from approx.planning.anatomy import anatomy, attends_causally
 from approx.planning.example_inputs import example_inputs
 from approx.planning.plan import Plan
@@ -35,6 +37,8 @@ def refused(code, *words):
         ("DebertaV2Model", {}, ["deberta-v2", "dispatch"]),
         ("MistralModel", {"num_key_value_heads": 2, "sliding_window": 8}, ["sliding"]),
         ("AlbertModel", {"embedding_size": 16}, ["one attention module"]),
+        ("LayoutLMModel", {"max_position_embeddings": 32}, ["its own mask"]),
+        ("CLIPModel", {}, ["several models (text_config, vision_config)"]),
         ("T5Model", {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}, ["position_bias"]),
         (
             "JetMoeModel",
@@ -48,6 +52,63 @@ def test_families_that_cannot_be_converted_are_refused_with_the_reason(architect
     config = getattr(transformers, architecture.replace("Model", "Config"))(**{**_SMALL, **changes})
     with refused(Exit.UNSUPPORTED, architecture, *words):
         anatomy(config, getattr(transformers, architecture))
+
+
+def test_a_model_made_of_two_is_refused_alike_before_its_weights_are_read(tmp_path):
+    part = transformers.BertConfig(**_SMALL)
+    whole = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(part, part)
+    whole.architectures = ["EncoderDecoderModel"]
+    whole.save_pretrained(tmp_path / "base")
+    plan = Plan.of("local", left=4)
+    for refuses in (
+        lambda: inspect(str(tmp_path / "base")),
+        lambda: predicted(str(tmp_path / "base"), plan, [64]),
+        lambda: convert.convert(tmp_path / "base", tmp_path / "out", plan),
+    ):
+        with refused(Exit.UNSUPPORTED, "several models (encoder, decoder)"):
+            refuses()
+
+
+_ROTARY: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 16},
+    "longrope": {
+        "factor": 2.0,
+        "original_max_position_embeddings": 32,
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4,
+    },
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", _ROTARY)
+def test_every_kind_of_rotary_positions_converts(kind):
+    model = tiny("LlamaForCausalLM", rope_parameters={"rope_type": kind, "rope_theta": 1e4, **_ROTARY[kind]})
+    plain = tiny("LlamaForCausalLM")
+    found, expected = (anatomy(one.config, type(one)) for one in (model, plain))
+    assert (found.sites, found.flops_per_position) == (expected.sites, expected.flops_per_position)
+    assert checks.exact_limit(model, Plan.of("local", left=4)).passed
+
+
+@pytest.mark.parametrize("mechanism", ["local", "exact"])
+@pytest.mark.parametrize("entry", ["generate_batch", "init_continuous_batching"])
+def test_continuous_batching_is_refused_with_a_way_that_works(mechanism, entry):
+    model = tiny("LlamaForCausalLM")
+    surgery.convert(model, Plan.of(mechanism, **({"left": 8} if mechanism == "local" else {})))
+    with refused(Exit.UNSUPPORTED, "generate()", "left-padded"):
+        getattr(model, entry)([[5, 6, 7], [8, 9]])
+    made = model.generate(
+        torch.tensor([[0, 5, 6], [7, 8, 9]]), attention_mask=torch.tensor([[0, 1, 1], [1, 1, 1]]), max_new_tokens=3
+    )
+    assert made.shape[0] == 2
 
 
 def test_a_family_outside_the_list_that_dispatches_plainly_converts():

@@ -38,7 +38,7 @@ def refused(code, *words):
         ("MistralModel", {"num_key_value_heads": 2, "sliding_window": 8}, ["sliding"]),
         ("AlbertModel", {"embedding_size": 16}, ["one attention module"]),
         ("LayoutLMModel", {"max_position_embeddings": 32}, ["its own mask"]),
-        ("CLIPModel", {}, ["several models (text_config, vision_config)"]),
+        ("CLIPModel", {}, ["several models", "text_config", "vision_config"]),
         ("T5Model", {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}, ["position_bias"]),
         (
             "JetMoeModel",

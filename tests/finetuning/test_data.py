@@ -1,10 +1,12 @@
 """Training examples: held out by group, in an order that the seed alone decides."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from approx.errors import ApproxError, Exit
-from approx.finetuning.data import Schedule, read, steps_of_pass
+from approx.finetuning.data import Schedule, digest_of, overlap, read, steps_of_pass
 from approx.finetuning.options import FinetuneStage
 from tiny_classifier import tiny_model, tiny_tokenizer
 from tiny_study import LABELS, SENTENCES
@@ -124,6 +126,18 @@ def test_text_is_predicted_and_hides_other_words_in_every_pass(tmp_path):
     assert second["input_ids"][0][hidden].tolist() == [tokenizer.mask_token_id] * int(hidden.sum())
 
 
+def test_inputs_of_later_passes_are_as_short_as_asked_for(tmp_path):
+    from zoo import tiny
+
+    file = tmp_path / "corpus.txt"
+    file.write_text("the film is not very good the film is bad dull fine long " * 60)
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"mask_token": "[MASK]"})
+    options = FinetuneStage(task="mlm", data=str(file), length=16)
+    made = read(options, tiny("BertForMaskedLM"), tokenizer, labelled=True, language="mlm")
+    assert [made.batch([0], passed)["input_ids"].shape[1] for passed in (0, 1)] == [16, 16]
+
+
 def test_the_end_of_a_text_is_held_out(tmp_path):
     from zoo import tiny
 
@@ -138,3 +152,36 @@ def test_the_end_of_a_text_is_held_out(tmp_path):
     )
     last_trained = max(example.inputs["end"] for example in made.split.examples)
     assert min(example.inputs["start"] for example in made.held_out.examples) >= last_trained
+
+
+def test_evaluation_examples_that_were_trained_on_are_counted(sst2, tmp_path):
+    from dataclasses import replace
+
+    from approx.tasks import open_task
+
+    options = FinetuneStage(task="glue/sst2", data=sst2)
+    examples = open_task("glue/sst2").examples(Path(sst2), "train")
+    assert overlap(options, examples[:7]) == 7
+    # Text and label decide, whatever the row is called.
+    assert overlap(options, [replace(one, id="elsewhere") for one in examples[:3]]) == 3
+    assert (
+        overlap(options, [replace(examples[0], label=1 - examples[0].label, inputs={"text": "new"}), examples[1]]) == 1
+    )
+    text = tmp_path / "text.txt"
+    text.write_text("the film")
+    assert overlap(FinetuneStage(text=[str(text)]), examples) == 0
+
+
+def test_the_hash_of_the_examples_goes_by_their_content(sst2, tmp_path):
+    options = FinetuneStage(task="glue/sst2", data=sst2)
+    known = digest_of(options)
+    assert digest_of(FinetuneStage(task="glue/sst2", data=sst2, seed=9)) == known
+    assert digest_of(FinetuneStage(task="glue/sst2", data=sst2, limit=39)) != known
+    file = Path(sst2) / "train.tsv"
+    file.write_text(file.read_text().replace("fine", "dull"))
+    assert digest_of(options) != known
+    texts = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    for number, one in enumerate(texts):
+        one.write_text(f"text {number}")
+    digests = {digest_of(FinetuneStage(text=[str(one) for one in some])) for some in (texts[:1], texts[1:], texts)}
+    assert len(digests) == 3

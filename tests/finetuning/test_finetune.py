@@ -43,7 +43,9 @@ def test_it_learns_a_task_and_says_what_it_did(sst2, tmp_path):
     assert task.tokens == 40 * 8 * 6
     assert (task.steps, task.ended) == (40, "steps")
     assert any(what.startswith("task | loss") and "tokens/s" in what and "left" in what for what, _, _ in told)
+    assert ("score before training", 0, 1) in told
     assert all(p.requires_grad for p in model.parameters())
+    assert None not in done.options.values()
     json.dumps(done.to_data(), allow_nan=False)
 
 
@@ -144,6 +146,16 @@ def test_adapters_leave_a_model_as_trainable_as_it_was(sst2, tmp_path):
     assert not any("lora" in name for name in model.state_dict())
 
 
+@pytest.mark.parametrize(("mode", "during"), [("transfer", 0.0), ("distill", 0.0), ("task", 0.5)])
+def test_no_layer_is_dropped_where_layers_are_compared(mode, during, sst2, tmp_path):
+    model, seen = model_of(), []
+    model.config.layerdrop = 0.5
+    options = options_of(sst2, recover=[mode], steps=1, evaluate_every=1)
+    trained(model, tmp_path / "work", options, progress=lambda what, *_: seen.append((what, model.config.layerdrop)))
+    assert {share for what, share in seen if " | " in what} == {during}
+    assert model.config.layerdrop == 0.5
+
+
 def test_a_failure_leaves_the_weights_without_adapters(sst2, tmp_path):
     pytest.importorskip("peft")
     model = model_of()
@@ -189,7 +201,9 @@ def test_the_shortest_input_that_is_approximated_is_named(sst2, tmp_path):
 
 def test_reporting_needs_its_package_before_any_work(sst2, tmp_path, monkeypatch):
     monkeypatch.setattr("approx.finetuning.preparation.find_spec", lambda name: None if name == "trackio" else name)
-    with pytest.raises(ApproxError, match="pip install trackio") as caught:
+    with pytest.raises(
+        ApproxError, match=r"Reporting to trackio needs the package trackio.*pip install trackio"
+    ) as caught:
         trained(model_of(), tmp_path / "work", options_of(sst2, report_to="trackio"))
     assert caught.value.exit_code == Exit.MISSING
     assert not (tmp_path / "work").exists()

@@ -5,15 +5,18 @@ import copy
 import pytest
 import torch
 
+from approx.conversion import surgery
 from approx.errors import ApproxError, Exit
 from approx.finetuning.objectives import Distill, Supervised, Transfer
 from approx.finetuning.options import FinetuneStage
 from approx.finetuning.parameters import head_parameters, own_parameters
 from approx.finetuning.phase import Measure
 from approx.finetuning.preparation import measure_of, prepare_training, with_adapters
+from approx.planning.plan import Plan
 from tiny_classifier import tiny_tokenizer
 from tiny_training import model_of, write_sst2
 from typed import known
+from zoo import tiny
 
 
 @pytest.fixture(scope="module")
@@ -228,3 +231,14 @@ def test_what_is_missing_is_told_before_the_data_are_read(data, monkeypatch):
     with pytest.raises(ApproxError, match="Training needs the package accelerate") as caught:
         prepared("nowhere", recover=["task"])
     assert caught.value.exit_code == Exit.MISSING
+
+
+@pytest.mark.parametrize(("architecture", "language"), [("BertForMaskedLM", "mlm"), ("GPT2LMHeadModel", "lm")])
+def test_a_text_is_read_as_the_head_predicts_it(architecture, language, tmp_path):
+    file = tmp_path / "corpus.txt"
+    file.write_text("the film is not very good the film is bad dull fine long " * 60)
+    model, tokenizer = tiny(architecture), tiny_tokenizer()
+    tokenizer.add_special_tokens({"mask_token": "[MASK]"})
+    surgery.convert(model, Plan.of("local", left=2))
+    stage = FinetuneStage(recover=["distill"], text=[str(file)], length=16)
+    assert prepare_training(model, tokenizer, stage).data.task.name == language

@@ -51,6 +51,17 @@ def test_interrupted_after_any_step_and_resumed_the_weights_are_the_same_to_the_
     assert [phase.best_step for phase in done.phases] == [phase.best_step for phase in kept.phases]
 
 
+def test_a_training_that_was_stopped_while_it_scored_goes_on(sst2, tmp_path):
+    def stop(what: str, n: int, total: int) -> None:
+        if what == "score before training":
+            raise KeyboardInterrupt
+
+    options = options_of(sst2, steps=2)
+    with pytest.raises(KeyboardInterrupt):
+        trained(model_of(), tmp_path / "work", options, progress=stop)
+    assert trained(model_of(), tmp_path / "work", options, resume=True).steps == 2
+
+
 def test_an_incomplete_checkpoint_is_not_resumed_from(sst2, tmp_path):
     options = options_of(sst2, steps=8, evaluate_every=4)
     whole = model_of()

@@ -94,6 +94,12 @@ def test_a_step_is_shared_among_its_passes(trainer, batch, accumulate, each):
     assert (arguments.metric_for_best_model, arguments.greater_is_better) == ("eval_accuracy", True)
 
 
+def test_a_batch_of_one_input_is_a_batch(trainer):
+    made = trainer()
+    (one,) = made._collated([(3, 1)])["input_ids"].tolist()
+    assert one == made.data.encodings[3]["input_ids"]
+
+
 def test_the_penalty_of_spans_is_added_by_its_weight(tmp_path):
     model = model_of("adaptive-span", max_span=16, ramp=4)
     stage = options_of(write_sst2(tmp_path), recover=["task"], steps=1)

@@ -143,9 +143,9 @@ def test_several_labels_are_measured_and_trained(tmp_path):
     assert (entry.metric, set(entry.base.scores)) == ("micro_f1", {"micro_f1", "macro_f1", "subset_accuracy"})
     converted = checkpoint("multi_label_classification", NAMES)
     approx.convert(converted, approx.Plan.of("local", left=1, right=1))
-    given = {"task": "text-classification", "data": str(path), "steps": 40, "batch_size": 10, "learning_rate": 0.01}
+    given = {"task": "text-classification", "data": str(path), "steps": 20, "batch_size": 10, "learning_rate": 0.01}
     done = approx.finetune(converted, tmp_path / "work", processor=reader, recover=["task"], validation=2, **given)
-    assert done["phases"][0]["steps"] == 40
+    assert done["phases"][0]["steps"] == 20
     after = scored(converted, reader, str(path), "text-classification")
     assert after.base.scores["subset_accuracy"] == 1
     distilled = approx.finetune(

@@ -26,7 +26,7 @@ from approx.publishing.report import write_report
 from approx.pushing import folder as pushing
 from approx.seam.manifest import seal
 from approx.tasks import open_task
-from fuzz import mutations
+from fuzz import calls, mutations
 from fuzz.mutations import Mutation
 from fuzz.place import reader
 
@@ -215,6 +215,7 @@ KINDS: dict[str, Kind] = {
     "to be pushed, sealed again": Kind(
         ("converted/*.json", "converted/README.md"), mutations.of_any, _pushed, 3, _sealed
     ),
+    "arguments of ops": Kind(("calls/*.json",), mutations.of_call, calls.called, 2),
     "stored outputs": Kind(("cache/ab/abcd.0.jsonl",), mutations.of_jsonl, _ledger, 0.5),
     "stored stage": Kind(("cache/stages/abcd.json",), mutations.of_json, _outcome, 0.5),
 }

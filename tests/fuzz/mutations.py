@@ -32,6 +32,31 @@ _WORDS = (
     "BertModel", "GPT2LMHeadModel", "BertForSequenceClassification", "glue/sst2", "squad", "lm", "cpu", "cuda", "relative_key",
 )  # fmt: skip
 
+# What describes the tensors of a call.
+_DESCRIBED: dict[str, tuple[str, ...]] = {
+    "shape": (),
+    "dtype": (
+        "float32",
+        "float64",
+        "float16",
+        "bfloat16",
+        "int64",
+        "int32",
+        "bool",
+        "complex64",
+        "float8_e5m2",
+        "uint8",
+    ),
+    "fill": ("normal", "zeros", "nan", "inf", "large", "mask", "draws", "negative"),
+    "layout": ("whole", "transposed", "apart", "expanded", "sparse"),
+    "device": ("cpu", "meta"),
+}
+_SIZES = (-1, 0, 1, 2, 3, 4, 5, 7, 8, 9, 16, 21, 33, 65, 100, 200)
+_FEW: tuple[Any, ...] = (
+    -1, 0, 1, 2, True, False, None, 0.5, 1.0, float("nan"), [], [0], [3], [1, 2], [None], [-1, 1], {"always": -2}, {"always": 0},
+    {"always": 1}, {"always": 2.5}, {"always": None}, {"always": 10**30}, {"root": True}, 2**31 - 1, -(2**31), 2**62, "past", "shared",
+)  # fmt: skip
+
 
 def of_bytes(random: Random, content: bytes) -> bytes:
     """Flip, cut, repeat, move, insert; one to four times."""
@@ -155,6 +180,29 @@ def of_any(random: Random, content: bytes) -> bytes:
     except ValueError:
         return of_bytes(random, content)
     return of_json(random, content)
+
+
+def of_call(random: Random, content: bytes) -> bytes:
+    """Change one to three arguments of a call: their values, or the shapes, dtypes and numbers of tensors; or the whole tree."""
+    call = json.loads(content)
+    if random.random() < 0.2:
+        return json.dumps(of_tree(random, call)).encode()
+    for _ in range(random.choice((1, 1, 2, 3))):
+        holder, key = random.choice([place for place in _places(call["arguments"]) if place[1] not in _DESCRIBED])
+        value = holder[key]
+        if isinstance(value, dict) and "shape" in value and random.random() < 0.85:
+            detail = random.choice((*_DESCRIBED, "shape", "shape"))
+            if detail == "shape" and value["shape"] and random.random() < 0.8:
+                value["shape"][random.randrange(len(value["shape"]))] = random.choice((*_SIZES, 2**30, 2**31))
+            elif detail == "shape":
+                value["shape"] = random.choice(
+                    (value["shape"][1:], [1, *value["shape"]], value["shape"][::-1], [], [0])
+                )
+            else:
+                value[detail] = random.choice(_DESCRIBED[detail])
+        else:
+            holder[key] = copy.deepcopy(random.choice((random.choice(_VALUES), random.choice(_SIZES), *_FEW)))
+    return json.dumps(call).encode()
 
 
 def of_parquet(random: Random, content: bytes) -> bytes:

@@ -18,6 +18,7 @@ from approx.conversion.convert import convert
 from approx.evaluation.prediction_cache import Ledger
 from approx.pipeline.store import Stage, Store
 from approx.planning.plan import Plan
+from fuzz import calls
 from tiny_classifier import tiny_tokenizer
 from tiny_decoder import save, tiny_gpt2
 from tiny_speech import recogniser, some_utterances, sound, speech_processor, write_utterances
@@ -81,6 +82,7 @@ def made(place: Path) -> Path:
     (place / "text.txt").write_text("\n".join(SENTENCES * 4), encoding="utf-8")
     (place / "words.arpa").write_text(ARPA, encoding="utf-8")
     write_utterances(place / "test-clean", some_utterances(2))
+    calls.write(place / "calls")
     soundfile.write(place / "sound.wav", sound(0.4), 16_000)
     _pictures(place / "pictures")
     (place / "cache" / "stages").mkdir(parents=True)

@@ -7,12 +7,20 @@ import pytest
 import torch
 
 from approx_kernels.ops.adaptive_span.api import adaptive_span_attention
+from approx_kernels.ops.blocks.api import bigbird_attention, block_attention, draw_blocks
 from approx_kernels.ops.clustered.api import causal_clustered_attention, clustered_attention
 from approx_kernels.ops.clustering.api import cluster_queries, draw_centroids, draw_planes
 from approx_kernels.ops.clustering.cpu import cluster_samples
+from approx_kernels.ops.exact.api import exact_attention
+from approx_kernels.ops.global_tokens.api import global_token_attention
+from approx_kernels.ops.key_lists.cpu import FAR, attend_lists
 from approx_kernels.ops.linear.api import linear_attention, linear_decode
+from approx_kernels.ops.local.api import local_attention
 from approx_kernels.ops.lsh.api import draw_projections, lsh_attention
 from approx_kernels.ops.performer.api import draw_projection, performer_attention
+from approx_kernels.ops.strided.api import strided_attention
+from approx_kernels.ops.summaries.api import summary_attention
+from approx_kernels.ops.topk.api import topk_attention
 from c_sources import needs_compiler
 
 HEADS, LENGTH, SIZE, CLUSTERS = 2, 40, 8, 6
@@ -55,6 +63,42 @@ def lsh(impl: str, **changed: Any) -> torch.Tensor:
     drawn = draw_projections(SIZE, rounds=2, variant="asymmetric", causal=causal, seed=0)
     right = {"projections": drawn, "variant": "asymmetric", "cluster": 8, "dedup": False, "scale": 0.3}
     return lsh_attention(Q, K, V, causal=causal, **(right | changed), impl=impl)
+
+
+def strided(impl: str, **changed: Any) -> torch.Tensor:
+    right = {"stride": lambda tokens: 3, "causal": True, "steps": (1, 2), "scale": 0.3}
+    return strided_attention(Q, K, V, **(right | changed), impl=impl)
+
+
+def summaries(impl: str, **changed: Any) -> torch.Tensor:
+    right = {"stride": lambda tokens: 5, "summary": 2, "inside": "past", "causal": True, "steps": (1, 2), "scale": 0.3}
+    return summary_attention(Q, K, V, **(right | changed), impl=impl)
+
+
+def blocks(impl: str, **changed: Any) -> torch.Tensor:
+    right = {"size": 8, "neighbours": 1, "shift": 2, "causal": False, "scale": 0.3}
+    return block_attention(Q, K, V, **(right | changed), impl=impl)
+
+
+def bigbird(impl: str, **changed: Any) -> torch.Tensor:
+    return bigbird_attention(Q, K, V, **({"block": 8, "draws": draw_blocks(1, 0), "scale": 0.3} | changed), impl=impl)
+
+
+def chosen(impl: str, **changed: Any) -> torch.Tensor:
+    right = {"left": 2, "right": 2, "tokens": (0, 5), "see_all": True, "causal": False, "scale": 0.3}
+    return global_token_attention(Q, K, V, **(right | changed), impl=impl)
+
+
+def window(impl: str, **changed: Any) -> torch.Tensor:
+    return local_attention(Q, K, V, **({"left": 2, "right": 2, "scale": 0.3} | changed), impl=impl)
+
+
+def topk(impl: str, **changed: Any) -> torch.Tensor:
+    return topk_attention(Q, K, V, **({"topk": 4, "causal": True, "scale": 0.3} | changed), impl=impl)
+
+
+def exact(impl: str, **changed: Any) -> torch.Tensor:
+    return exact_attention(Q, K, V, **({"causal": True, "scale": 0.3} | changed), impl=impl)
 
 
 SELECTED = {"planes": None, "draws": None, "selectors": SELECTORS}
@@ -101,12 +145,46 @@ WRONG: list[tuple[Callable[..., torch.Tensor], dict[str, Any], str]] = [
     (lsh, {"causal": True, "projections": torch.zeros(2, SIZE + 2, 16)}, "projections has shape"),
     (lsh, {"cluster": 0}, "cluster is 0; expected 1 or more"),
     (lsh, {"variant": "symmetric"}, "variant is 'symmetric'; expected one of asymmetric, shared"),
+    (lsh, {"variant": ["shared"]}, "variant is .'shared'.; expected one of"),
+    (lsh, {"dedup": 1}, "dedup is 1; expected True or False"),
+    (lsh, {"buckets": 2.0}, "buckets is 2.0; expected a whole number"),
+    *((op, {"steps": (3,)}, "a step is 3; expected a number from 1 to 2, or None") for op in (strided, summaries)),
+    *((op, {"steps": (0,)}, "a step is 0; expected 1 or more") for op in (strided, summaries)),
+    *((op, {"steps": ()}, r"steps is \(\); expected a list") for op in (strided, summaries)),
+    *((op, {"steps": 1}, "steps is 1; expected a list") for op in (strided, summaries)),
+    *((op, {"steps": (True,)}, "a step is True; expected a whole number") for op in (strided, summaries)),
+    *((op, {"stride": lambda tokens: -2}, "stride is -2; expected 1 or more") for op in (strided, summaries)),
+    *((op, {"stride": lambda tokens: 0}, "stride is 0; expected 1 or more") for op in (strided, summaries)),
+    *((op, {"stride": lambda tokens: 2.0}, "stride is 2.0; expected a whole number") for op in (strided, summaries)),
+    *((op, {"stride": lambda tokens: tokens}, "a causal pattern needs one stride") for op in (strided, summaries)),
+    *((op, {"stride": 8}, "stride is 8; expected a function") for op in (strided, summaries)),
+    (summaries, {"summary": 0}, "summary is 0; expected 1 or more"),
+    (summaries, {"inside": "left"}, "inside is 'left'; expected one of"),
+    (blocks, {"size": 0}, "size is 0; expected 1 or more"),
+    (blocks, {"neighbours": -1}, "neighbours is -1; expected 0 or more"),
+    (blocks, {"shift": -40}, "shift is -40; expected 0 or more"),
+    (blocks, {"size": 10**30}, "size is 1000.*; expected 2147483647 or less"),
+    (bigbird, {"block": -3}, "block is -3; expected 1 or more"),
+    (bigbird, {"draws": draw_blocks(1, 0).int()}, "draws is torch.int32"),
+    (bigbird, {"draws": draw_blocks(1, 0)[:0]}, r"draws is torch.int64 of shape \[0, 1\]"),
+    (bigbird, {"draws": None}, "draws is of type NoneType; expected a torch.Tensor"),
+    (chosen, {"tokens": (0, -1)}, "a chosen token is -1; expected 0 or more"),
+    (chosen, {"tokens": (0.5,)}, "a chosen token is 0.5; expected a whole number"),
+    (chosen, {"tokens": 3}, "tokens is of type int; expected positions"),
+    (chosen, {"left": -1}, "left is -1; expected 0 or more"),
+    (window, {"right": -1}, "right is -1; expected 0 or more"),
+    (window, {"left": True}, "left is True; expected a whole number"),
+    (topk, {"topk": 0}, "topk is 0; expected 1 or more"),
+    *((op, {"scale": float("nan")}, "scale is nan; expected a finite number") for op in (exact, topk, window, lsh)),
+    *((op, {"scale": None}, "scale is None; expected a finite number") for op in (exact, topk, window, lsh)),
+    *((op, {"dropout": -0.5}, "dropout is -0.5; expected a probability") for op in (exact, topk, window, lsh)),
+    *((op, {"causal": 1}, "causal is 1; expected True or False") for op in (exact, topk, strided, lsh)),
 ]
 IMPLEMENTATIONS = ["reference", pytest.param("cpu", marks=needs_compiler)]
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@pytest.mark.parametrize("op", [clustered, causal_clustered, queries, performer, linear, spans, lsh])
+@pytest.mark.parametrize("op", dict.fromkeys(op for op, _, _ in WRONG), ids=lambda op: op.__name__)
 def test_what_is_right_is_taken(op, impl):
     assert op(impl).isfinite().all()
 
@@ -141,5 +219,63 @@ def test_samples_want_no_more_clusters_than_were_drawn():
 )
 def test_the_sums_of_a_cache_fit_the_queries(sums):
     newest = Q[:, :, :1], K[:, :, :1], V[:, :, :1]
-    with torch.no_grad(), pytest.raises(ValueError, match=r"C got|sums are of 3 heads"):
+    with torch.no_grad(), pytest.raises(ValueError, match=r"state.'sums'. has shape .* to fit q"):
         linear_decode(*newest, None, {"sums": torch.zeros(sums)}, impl="cpu")
+
+
+EVERYTHING = (0, LENGTH, -FAR, FAR)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("starts", "entries"),
+    [
+        ([0, 30], [[EVERYTHING]]),
+        ([0, 30, 20, LENGTH], [[EVERYTHING]] * 3),
+        ([0, 0, LENGTH], [[EVERYTHING]] * 2),
+        ([-5, LENGTH], [[EVERYTHING]]),
+        ([0, LENGTH + 1], [[EVERYTHING]]),
+        ([LENGTH], []),
+        ([0, LENGTH], [[(-1, LENGTH, -FAR, FAR)]]),
+        ([0, LENGTH], [[(0, LENGTH + 1, -FAR, FAR)]]),
+        ([0, LENGTH], [[(0, LENGTH, -(2**31), FAR)]]),
+    ],
+)
+def test_c_refuses_blocks_and_lists_that_reach_beyond_the_tensors(starts, entries):
+    with pytest.raises(ValueError, match="reach beyond"):
+        attend_lists(Q, K, V, None, before=0, starts=starts, entries=entries, scale=0.3)
+
+
+@pytest.mark.parametrize("seed", [float("nan"), 1.0, True, None, 2**64, -(2**63) - 1])
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda seed: draw_planes(SIZE, bits=16, bias=True, clusters=CLUSTERS, seed=seed),
+        lambda seed: draw_centroids(HEADS, SIZE, clusters=CLUSTERS, seed=seed),
+        lambda seed: draw_blocks(2, seed),
+        lambda seed: draw_projection(SIZE, features=16, orthogonal=True, seed=seed),
+        lambda seed: draw_projections(SIZE, rounds=2, variant="shared", causal=False, seed=seed),
+    ],
+    ids=["planes", "centroids", "blocks", "features", "rounds"],
+)
+def test_a_seed_is_a_whole_number(draw, seed):
+    with pytest.raises(ValueError, match="seed is"):
+        draw(seed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"q": [[1.0]]}, "q is of type list; expected a torch.Tensor"),
+        ({"k": None}, "k is of type NoneType"),
+        ({"v": V.to_sparse()}, "v has layout torch.sparse_coo; expected torch.strided"),
+        (dict.fromkeys("qkv", Q.to(torch.float8_e5m2)), "q, k, v have dtypes torch.float8_e5m2"),
+        (dict.fromkeys("qkv", Q.to(torch.complex64)), "q, k, v have dtypes torch.complex64"),
+        ({"k": K[:, :, :1].expand(-1, -1, 2**30, -1), "v": V[:, :, :1].expand(-1, -1, 2**30, -1)}, "fewer than 2.30"),
+        ({"key_mask": [True] * LENGTH}, "key_mask is of type list"),
+    ],
+    ids=["list", "none", "sparse", "eight bits", "complex", "huge", "mask"],
+)
+def test_what_is_no_dense_tensor_of_floats_is_refused(changed, words):
+    with pytest.raises(ValueError, match=words):
+        exact_attention(**({"q": Q, "k": K, "v": V} | changed), causal=False, scale=0.3)

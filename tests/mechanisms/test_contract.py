@@ -1,13 +1,19 @@
 """The ten rules that hold for every mechanism, in every form it has."""
 
+import re
+from contextlib import nullcontext
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from torch.func import functional_call
+from torch.func import functional_call, grad, jvp
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from approx_kernels.dispatch.implementation import implementation
 from closeness import assert_close
 from forms import (
     CAUSAL,
@@ -185,6 +191,87 @@ def test_gradients_of_what_is_learned_are_right(name, causal, kind):
         return out if mask is None else real_rows(out, mask)
 
     assert torch.autograd.gradcheck(attend, learned)
+
+
+def changed_gradients(loss, inputs, directions):
+    """How the gradients change along the directions, by differences of first derivatives in float64."""
+    step, sides = 1e-6, []
+    for sign in (1, -1):
+        moved = [(x + sign * step * u).detach().requires_grad_() for x, u in zip(inputs, directions, strict=True)]
+        sides.append(torch.autograd.grad(loss(*moved), moved, allow_unused=True, materialize_grads=True))
+    return [(up - down) / (2 * step) for up, down in zip(*sides, strict=True)]
+
+
+def differentiated_twice(loss, inputs, directions):
+    """The same by differentiating the gradients."""
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    slopes = torch.autograd.grad(loss(*inputs), inputs, create_graph=True, allow_unused=True, materialize_grads=True)
+    along = sum((slope * u).sum() for slope, u in zip(slopes, directions, strict=True))
+    return torch.autograd.grad(along, inputs, allow_unused=True, materialize_grads=True)
+
+
+def forward_over_reverse(loss, inputs, directions):
+    return jvp(grad(loss, argnums=tuple(range(len(inputs)))), tuple(inputs), tuple(directions))[1]
+
+
+def reverse_over_reverse(loss, inputs, directions):
+    def along(*inputs):
+        slopes = grad(loss, argnums=tuple(range(len(inputs))))(*inputs)
+        return sum((slope * u).sum() for slope, u in zip(slopes, directions, strict=True))
+
+    return grad(along, argnums=tuple(range(len(inputs))))(*inputs)
+
+
+# How to differentiate twice, in which implementation and dtype, and whether it may be refused.
+TWICE = {
+    "reference": (differentiated_twice, "reference", torch.float64, False),
+    "plain": (differentiated_twice, "plain", torch.float64, True),
+    "on a cpu": (differentiated_twice, "cpu", torch.float32, True),
+    "interpreted": (differentiated_twice, "triton", torch.float32, True),
+    "forward over reverse": (forward_over_reverse, "auto", torch.float64, False),
+    "reverse over reverse": (reverse_over_reverse, "auto", torch.float64, True),
+}
+WAYS = [pytest.param(way, marks=pytest.mark.slow) if way == "interpreted" else way for way in TWICE]
+# What PyTorch's fused attention says, and what we do.
+REFUSED = r"derivative for aten::_scaled_dot_product\w+ is not implemented|SDPBackend.MATH|no implementation|cannot run"
+
+
+def losses_and_slopes(name, causal, size):
+    """A loss with constant gradients of the outputs, and one without; where to differentiate them, and what that gives."""
+    shape = {"batch": 2, "heads": 2, "length": 9, "size": size, "values": size, "seed": 1}
+    mask = draw_mask("right", **shape)
+    mechanism = make(name, causal, heads=2, size=size)
+    names = [name for name, _ in mechanism.named_parameters()]
+    # Away from the initial values, where a clip may have its kink.
+    inputs = [*(x.double() for x in draw(**shape)), *(x.detach().double() * 0.93 for x in mechanism.parameters())]
+    generator = torch.Generator().manual_seed(2)
+    weights, *directions = (torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in (inputs[2], *inputs))
+    weights = weights * mask[:, None, :, None]
+
+    def loss(power, q, k, v, *learned):
+        out = functional_call(mechanism, dict(zip(names, learned, strict=True)), (q, k, v, mask))
+        return (out**power * weights.to(out.dtype)).sum()
+
+    with implementation("reference"):
+        for each in (partial(loss, 1), partial(loss, 2)):
+            yield each, inputs, directions, changed_gradients(each, inputs, directions)
+
+
+@over_forms
+@pytest.mark.parametrize("way", WAYS)
+def test_second_derivatives_are_right_or_refused(name, causal, way):
+    differentiate, impl, dtype, may_refuse = TWICE[way]
+    for loss, inputs, directions, expected in losses_and_slopes(name, causal, 16 if way == "interpreted" else 3):
+        try:
+            with implementation(impl), sdpa_kernel(SDPBackend.MATH) if way == "reference" else nullcontext():
+                found = differentiate(loss, [x.to(dtype) for x in inputs], [u.to(dtype) for u in directions])
+        except (RuntimeError, ValueError) as error:
+            if may_refuse and re.search(REFUSED, str(error)):
+                continue
+            raise
+        for slope, right in zip(found, expected, strict=True):
+            tolerance = 1e-6 if dtype == torch.float64 else 1e-3
+            torch.testing.assert_close(slope.double(), right, rtol=tolerance, atol=tolerance * right.abs().max().item())
 
 
 @over_forms

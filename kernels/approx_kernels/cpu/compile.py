@@ -27,6 +27,8 @@ _LOG = logging.getLogger(__name__)
 _FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-fno-math-errno")
 # The longest file takes seven seconds, or thirty on a busy machine; a compiler that takes far longer hangs.
 _SECONDS = 180
+# OUT_OF_BOUNDS of c/key_lists/tiles.h.
+_OUT_OF_BOUNDS = 2
 _SWITCH = "APPROX_COMPILE_C"
 _TRIAL = "int approx_trial(void) { return 0; }"
 DTYPES = (torch.float32, torch.bfloat16)
@@ -60,10 +62,14 @@ def call(name: str, function: str, *arguments: Any) -> None:
 
     Raises:
         MemoryError: if it got no memory.
+        ValueError: if it found numbers that reach beyond the tensors.
     """
     functions = library(name)
     assert not isinstance(functions, str), f"checked by the op: {functions}"
-    if getattr(functions, function)(*map(_passed, arguments)):
+    failure = getattr(functions, function)(*map(_passed, arguments))
+    if failure == _OUT_OF_BOUNDS:
+        raise ValueError(f"{name} got numbers that reach beyond its tensors. Check the sizes and places of the call.")
+    if failure:
         raise MemoryError("compiled code got no memory for its working sets. Shorten the inputs or the batch.")
 
 

@@ -47,7 +47,7 @@ def choose(op: str, impl: str, obstacles: Mapping[str, str | None], x: Tensor | 
         ValueError: if the requested one is unknown, does not exist for this op, or cannot run; there is no fallback.
     """
     asked = _wanted[-1] if impl == "auto" else impl
-    if asked not in IMPLEMENTATIONS and asked not in obstacles:
+    if not isinstance(asked, str) or (asked not in IMPLEMENTATIONS and asked not in obstacles):
         raise ValueError(
             f"impl is {asked!r}; expected one of {', '.join(dict.fromkeys([*IMPLEMENTATIONS, *obstacles]))}."
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torch
@@ -132,12 +133,15 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Save nothing: there is no second derivative."""
+        """Only for a message: there is no second derivative."""
+        ctx.text = inputs[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         raise NotImplementedError(
-            "Attention as one operator has no second derivative. Take it without torch.func, with impl='reference'."
+            f"{json.loads(ctx.text)[0]} as one operator has no second derivative. Take it without torch.func, in plain "
+            "PyTorch: inside `approx_kernels.dispatch.implementation.implementation('reference')` and "
+            "`torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`."
         )
 
     @staticmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ def custom_op(
             CPU, which does not run under a counter: that sees plain PyTorch instead. Backward passes of C calls that ran
             before the counter started are not counted.
         backward: As in `torch.library.register_autograd`: from the context and the gradients of all outputs to those of
-            all arguments. It calls another such operator. None if there is no gradient.
+            all arguments. It calls another such operator. None if there is no gradient: to ask for it is a RuntimeError.
         save: Stores in the context what `backward` needs, from the keywords `inputs` and `output`.
         mutates: Arguments that the function writes to.
 
@@ -75,6 +75,8 @@ def custom_op(
         op.register_fake(fake)
         if backward is not None:
             op.register_autograd(backward, setup_context=save)
+        elif not mutates:
+            op.register_autograd(functools.partial(refuse_derivative, f"{function.__module__}.{name}"))
         packet = getattr(getattr(torch.ops, namespace), name)
         flop_counter.flop_registry.pop(packet, None)
         if flops is not None:
@@ -90,6 +92,19 @@ def _tensors(args: Iterable[Any]) -> Iterator[Tensor]:
             yield each
         elif isinstance(each, list | tuple):
             yield from _tensors(each)
+
+
+def refuse_derivative(of: str, ctx: Any, *grads: Any) -> NoReturn:
+    """The backward pass of an operator without one; `of` names the operator.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError(
+        f"The result of {of} cannot be differentiated, and create_graph=True asks for it. Take second derivatives in plain "
+        "PyTorch: inside `approx_kernels.dispatch.implementation.implementation('reference')` and "
+        "`torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`."
+    )
 
 
 def capturing() -> bool:

@@ -9,11 +9,29 @@ import torch
 from torch import Tensor
 
 from approx_kernels.runtime.observed import unreadable
+from approx_kernels.tokens.shapes import check_part, check_state
 
 State = dict[str, Tensor]
 
 PARTS = ("k", "v", "real")
 LEAST_ROOM = 64
+
+
+def check_ring(state: State, k: Tensor, v: Tensor) -> None:
+    """Check that a state of decoding holds a ring for more keys k [B, G, n, D] and values v [B, G, n, E].
+
+    Raises:
+        ValueError: if a tensor is missing or does not fit.
+    """
+    check_state(state, k, k=(*k.shape[:2], "room", k.shape[3]), v=(*v.shape[:2], "room", v.shape[3]))
+    room = state["k"].shape[2]
+    if state["v"].shape[2] != room:
+        raise ValueError(f"state holds {room} keys and {state['v'].shape[2]} values; expected as many of both.")
+    if "real" in state:
+        check_part("state['real']", state["real"], k, k.shape[0], 1, room, 1, dtype=torch.bool)
+    begin, end = _span(state)
+    if not 0 <= begin <= end <= room:
+        raise ValueError(f"state holds keys from {begin} to {end} of {room}; expected places that there are.")
 
 
 def extended(ring: State | None, k: Tensor, v: Tensor, key_mask: Tensor | None) -> State:

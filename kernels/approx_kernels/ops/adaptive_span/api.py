@@ -12,7 +12,7 @@ from approx_kernels.ops.adaptive_span.reference import grouped_heads, window_siz
 from approx_kernels.ops.flash.api import flash, flash_obstacle
 from approx_kernels.ops.key_lists.cpu import obstacle
 from approx_kernels.tokens.grouped import in_order, turns
-from approx_kernels.tokens.shapes import check_least, check_part, check_shapes
+from approx_kernels.tokens.shapes import check_form, check_least, check_part, check_shapes
 
 __all__ = ["adaptive_span_attention", "mass_by_distance", "window_sizes"]
 
@@ -62,6 +62,7 @@ def adaptive_span_attention(
         ValueError: if shapes or dtypes do not match, or the requested implementation cannot run.
     """
     check_shapes(q, k, v, key_mask)
+    check_form(scale, dropout, causal=causal)
     check_part("spans", spans, q, q.shape[1])
     check_least("ramp", ramp, 1)
     ways = {"cpu": obstacle(q), "reference": None}

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from approx_kernels.runtime.autocast import without_autocast
 from approx_kernels.tokens.grouped import beside
-from approx_kernels.tokens.shapes import check_shapes
+from approx_kernels.tokens.shapes import check_form, check_shapes
 
 _BLOCK = 64
 
@@ -28,6 +28,7 @@ def mass_by_distance(q: Tensor, k: Tensor, key_mask: Tensor | None = None, *, ca
         ValueError: if shapes or dtypes do not match.
     """
     check_shapes(q, k, k, key_mask)
+    check_form(scale, causal=causal)
     length, keys = q.shape[2], k.shape[2]
     wide = torch.promote_types(q.dtype, torch.float32)
     mass = q.new_zeros(q.shape[1], max(length, keys), dtype=torch.float64)

@@ -16,7 +16,7 @@ from approx_kernels.ops.flash.api import flash_obstacle
 from approx_kernels.ops.flash.padding import under_padding
 from approx_kernels.ops.key_lists.cpu import obstacle
 from approx_kernels.tokens.grouped import in_turns
-from approx_kernels.tokens.shapes import check_shapes
+from approx_kernels.tokens.shapes import check_form, check_least, check_shapes, check_tensor
 from approx_kernels.tokens.stretches import without_padding
 
 __all__ = ["bigbird_attention", "bigbird_lists", "block_attention", "draw_blocks"]
@@ -64,6 +64,10 @@ def block_attention(
         ValueError: if shapes or dtypes do not match, or the requested implementation cannot run.
     """
     check_shapes(q, k, v, key_mask)
+    check_form(scale, dropout, causal=causal)
+    check_least("size", size, 1)
+    check_least("neighbours", neighbours, 0)
+    check_least("shift", shift, 0)
     ways = {"cpu": obstacle(q), "reference": None}
     run = choose("block_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways), q)
 
@@ -123,7 +127,10 @@ def bigbird_attention(
         ValueError: if shapes or dtypes do not match, or the requested implementation cannot run.
     """
     check_shapes(q, k, v, key_mask)
-    if draws.ndim != 2 or draws.dtype != torch.int64:
+    check_form(scale, dropout, compatible=compatible)
+    check_least("block", block, 1)
+    check_tensor("draws", draws)
+    if draws.ndim != 2 or not len(draws) or draws.dtype != torch.int64:
         raise ValueError(f"draws is {draws.dtype} of shape {list(draws.shape)}; expected torch.int64 [blocks, random].")
     ways = {"cpu": obstacle(q), "reference": None}
     run = choose("bigbird_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways), q)

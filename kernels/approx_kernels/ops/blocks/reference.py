@@ -9,6 +9,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from approx_kernels.runtime.sdpa import sdpa
 from approx_kernels.runtime.torch_internals import changes
+from approx_kernels.tokens.shapes import check_draw, check_least
 from approx_kernels.tokens.stretches import stretches
 
 # Query blocks with their own draws; later blocks reuse them.
@@ -66,6 +67,8 @@ def listed_blocks(
 
 def draw_blocks(random: int, seed: int) -> Tensor:
     """Numbers that choose the random blocks of each query block, [blocks, random], int64."""
+    check_draw(seed)
+    check_least("random", random, 0)
     generator = torch.Generator("cpu").manual_seed(seed)
     return torch.randint(2**31, (_DRAWN_BLOCKS, random), generator=generator, device="cpu")
 

@@ -18,7 +18,7 @@ from approx_kernels.ops.clustered.triton_causal import causal_on_gpu
 from approx_kernels.ops.clustered.triton_causal import obstacle as causal_triton_obstacle
 from approx_kernels.ops.clustering.api import check_clustering
 from approx_kernels.tokens.grouped import in_turns
-from approx_kernels.tokens.shapes import check_least, check_part, check_shapes
+from approx_kernels.tokens.shapes import check_form, check_least, check_part, check_shapes
 from approx_kernels.tokens.stretches import without_padding
 
 __all__ = ["MOST_DEFAULT_CLUSTERS", "causal_clustered_attention", "clustered_attention", "default_clusters"]
@@ -74,13 +74,17 @@ def clustered_attention(
         ValueError: if shapes or dtypes do not match, not exactly one way to cluster is given, or `impl` cannot run.
     """
     check_shapes(q, k, v, key_mask)
+    check_form(scale, dropout)
     if (planes is None or draws is None) == (selectors is None):
         raise ValueError("Either planes and draws or selectors say which queries are alike; expected one of the two.")
-    check_least("clusters", clusters, 1)
-    check_least("topk", topk, 1)
+    if clusters is not None:
+        check_least("clusters", clusters, 1)
+    if topk is not None:
+        check_least("topk", topk, 1)
     if selectors is not None:
         if clusters is None:
             raise ValueError("clusters is None beside selectors; expected their number.")
+        check_least("iterations", iterations, 1)
         check_part("selectors", selectors, q, q.shape[1], clusters, q.shape[3] + 1)
     elif planes is not None and draws is not None:
         check_clustering(q, planes, draws, clusters or default_clusters(q.shape[2]), iterations)
@@ -150,10 +154,12 @@ def causal_clustered_attention(
         ValueError: if shapes or dtypes do not match, or `impl` cannot run.
     """
     check_shapes(q, k, v, key_mask)
+    check_form(scale, dropout)
     check_part("centroids", centroids, q, q.shape[1], "clusters", q.shape[3])
     check_part("selectors", selectors, q, q.shape[1], centroids.shape[1], q.shape[3] + 1)
     check_least("chunk", chunk, 1)
-    check_least("topk", topk, 1)
+    if topk is not None:
+        check_least("topk", topk, 1)
     why = causal_triton_obstacle(q, v, chunk, topk or 0, dropout)
     run = choose("causal_clustered_attention", impl, ranked(q, why, cpu=causal_obstacle(q), reference=None), q)
     settings = {"chunk": chunk, "topk": topk or 0, "scale": scale}

@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from approx_kernels.ops.clustering.means import flat_index
@@ -83,8 +82,8 @@ class _OwnWeights(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, index, keep)
         return out, sums
 
+    # In plain steps, so that it can be differentiated again.
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_sums: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]  # named arguments there
         q, k, v, index, keep = ctx.saved_tensors
         dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))

@@ -12,6 +12,7 @@ from approx_kernels.ops.clustering.frozen import draw_centroids, fit_centroids, 
 from approx_kernels.ops.clustering.reference import cluster_heads, draw_planes
 from approx_kernels.ops.clustering.triton import cluster_samples as cluster_on_gpu
 from approx_kernels.ops.clustering.triton import obstacle as triton_obstacle
+from approx_kernels.tokens.shapes import DTYPES, check_tensor
 
 __all__ = ["check_clustering", "cluster_queries", "draw_centroids", "draw_planes", "fit_centroids", "nearest_centroids"]
 
@@ -42,7 +43,8 @@ def cluster_queries(
     Raises:
         ValueError: if planes, draws, clusters or iterations do not fit q and each other, or `impl` cannot run.
     """
-    if q.ndim != 3 or not (q.numel() and q.is_floating_point()):
+    check_tensor("q", q)
+    if q.ndim != 3 or not q.numel() or q.dtype not in DTYPES:
         raise ValueError(f"q is {q.dtype} of shape {list(q.shape)}; expected floats [heads, queries, head size].")
     check_clustering(q, planes, draws, clusters, iterations)
     if not clusters < q.shape[1]:

@@ -12,18 +12,7 @@ DRAWS_END = 2**62
 
 
 def check_clustering(q: Tensor, planes: Tensor, draws: Tensor, clusters: int, iterations: int) -> None:
-    """Check that planes and draws match the queries and the number of clusters.
-
-    Args:
-        q: Queries, [..., n, D].
-        planes: Hash planes, [bits, D + 1].
-        draws: Random int64 numbers, at least C. `check_draws` checks their range.
-        clusters: C.
-        iterations: Number of assignments.
-
-    Raises:
-        ValueError: naming the actual and the expected value.
-    """
+    """Refuse planes [bits, D + 1], draws and numbers that do not fit queries q [..., n, D]; `check_draws` reads the draws."""
     check_part("planes", planes, q, "bits", q.shape[-1] + 1)
     if len(planes) > MOST_BITS:
         raise ValueError(f"planes has {len(planes)} rows; expected {MOST_BITS} at most.")
@@ -35,11 +24,7 @@ def check_clustering(q: Tensor, planes: Tensor, draws: Tensor, clusters: int, it
 
 
 def check_draws(draws: Tensor) -> None:
-    """Check that draws are in a valid range; this reads them.
-
-    Raises:
-        ValueError: naming the smallest and the largest of them.
-    """
+    """Refuse draws out of range; this reads them."""
     least, most = (int(end) for end in draws.aminmax())
     if least < 0 or most >= DRAWS_END:
         raise ValueError(f"draws run from {least} to {most}; expected numbers from 0 to 2^62 - 1. Draw them again.")

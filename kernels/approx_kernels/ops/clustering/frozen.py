@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from approx_kernels.ops.clustering.means import mean_queries
+from approx_kernels.tokens.shapes import check_draw, check_least, check_part, check_tensor
 
 
 def draw_centroids(heads: int, size: int, *, clusters: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -12,6 +13,7 @@ def draw_centroids(heads: int, size: int, *, clusters: int, seed: int) -> tuple[
     Returns:
         As `fit_centroids`.
     """
+    check_draw(seed, heads=heads, clusters=clusters, size=size)
     generator = torch.Generator("cpu").manual_seed(seed)
     centroids = torch.randn(heads, clusters, size, generator=generator, device="cpu", dtype=torch.float32)
     return centroids, _selectors(
@@ -37,6 +39,12 @@ def fit_centroids(q: Tensor, k: Tensor, *, clusters: int, iterations: int, seed:
     Returns:
         Centroids [G, C, D] and their selectors [G, C, D + 1], the constants last, float32.
     """
+    check_least("clusters", clusters, 1)
+    check_least("iterations", iterations, 0)
+    check_draw(seed)
+    check_tensor("q", q)
+    for name, x in (("q", q), ("k", k)):
+        check_part(name, x, q, q.shape[0], "tokens", q.shape[-1])
     q, k = q.float(), k.float()
     n, size = q.shape[1:]
     centred = k - k.mean(1, keepdim=True)

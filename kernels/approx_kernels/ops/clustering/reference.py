@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 from approx_kernels.runtime.autocast import without_autocast
 from approx_kernels.runtime.torch_internals import int8_product
+from approx_kernels.tokens.shapes import check_draw, check_form
 
 # A prime, so that repeated draws of an empty cluster visit all queries.
 STRIDE = 2_147_483_647
@@ -20,6 +21,8 @@ def draw_planes(size: int, *, bits: int, bias: bool, clusters: int, seed: int) -
         Hash planes with their biases in the last column, N(0, 1) or 0 without `bias`, [bits, size + 1], and
         the numbers that choose queries, [clusters], int64: integers survive conversion to a 16-bit dtype.
     """
+    check_draw(seed, bits=bits, size=size, clusters=clusters)
+    check_form(bias=bias)
     generator = torch.Generator("cpu").manual_seed(seed)
     planes = torch.randn(bits, size + 1, generator=generator, device="cpu", dtype=torch.float32)
     planes[:, -1] *= bias

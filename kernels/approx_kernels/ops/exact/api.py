@@ -7,7 +7,7 @@ from approx_kernels.ops.exact.cpu import chunked_attention, chunks_obstacle
 from approx_kernels.ops.exact.fused import fused_attention
 from approx_kernels.ops.exact.lengths import by_lengths
 from approx_kernels.ops.exact.reference import dense_attention
-from approx_kernels.tokens.shapes import check_shapes
+from approx_kernels.tokens.shapes import check_form, check_shapes
 
 CHUNK = 256
 
@@ -48,6 +48,7 @@ def exact_attention(
         ValueError: if shapes or dtypes do not match, or the requested implementation cannot run.
     """
     check_shapes(q, k, v, key_mask)
+    check_form(scale, dropout, causal=causal)
     run = choose("exact_attention", impl, {"fused": None, "cpu": chunks_obstacle(q, dropout), "reference": None})
     if run == "cpu":
 
@@ -74,4 +75,5 @@ def materialised_attention(
     Args, result and errors: as for `exact_attention`.
     """
     check_shapes(q, k, v, key_mask)
+    check_form(scale, dropout, causal=causal)
     return dense_attention(q, k, v, key_mask, causal=causal, scale=scale, dropout=dropout)

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from approx_kernels.ops.exact.reference import dense_attention
 from approx_kernels.runtime.autocast import without_autocast
 from approx_kernels.runtime.observed import needs_pytorch
 from approx_kernels.tokens.grouped import beside, empty_gradients, sharing, summed
@@ -72,10 +72,11 @@ class _Chunked(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out = ctx.saved_tensors
         causal, scale, chunk = ctx.settings
+        if torch.is_grad_enabled():
+            return _differentiable_gradients(ctx.needs_input_grad, q, k, v, grads[0], causal, scale)
         wide = torch.promote_types(q.dtype, torch.float32)
         grad = grads[0]
         dq, dk, dv = empty_gradients(q, k, v)
@@ -97,6 +98,18 @@ class _Chunked(torch.autograd.Function):
                 key_sum[:seen] += change.t() @ queries[rows]
             dk[b, h], dv[b, h] = key_sum, value_sum
         return dq, summed(dk, k.shape[1]), summed(dv, k.shape[1]), None, None, None
+
+
+def _differentiable_gradients(
+    wanted: tuple[bool, ...], q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool, scale: float
+) -> tuple[Tensor | None, ...]:
+    """What `_Chunked.backward` returns, with a graph for second derivatives, in the memory of all weights."""
+    # Views, since one tensor may be queries, keys and values at once.
+    inputs = [x.view_as(x) for x in (q, k, v)]
+    out = dense_attention(*inputs, None, causal=causal, scale=scale, dropout=0.0)
+    learned = [x for x, is_wanted in zip(inputs, wanted, strict=False) if is_wanted]
+    slopes = iter(torch.autograd.grad(out, learned, grad, create_graph=True))
+    return *(next(slopes) if is_wanted else None for is_wanted in wanted[:3]), None, None, None
 
 
 class _Buffer:

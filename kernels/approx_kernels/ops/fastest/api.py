@@ -11,7 +11,7 @@ from approx_kernels.ops.fastest.choice import case_of, chosen
 from approx_kernels.ops.fastest.ways import DEFAULT, OWN
 from approx_kernels.runtime.custom_op import capturing
 from approx_kernels.runtime.observed import needs_pytorch
-from approx_kernels.tokens.shapes import check_shapes
+from approx_kernels.tokens.shapes import check_form, check_shapes
 
 
 def fastest_attention(
@@ -41,6 +41,7 @@ def fastest_attention(
         ValueError: as `exact_attention`.
     """
     check_shapes(q, k, v, key_mask)
+    check_form(scale, dropout, causal=causal)
     ways = {"fastest": None, "fused": None, "cpu": chunks_obstacle(q, dropout), "reference": None}
     run = choose("fastest_attention", impl, ways)
     # The ways call C and read lengths from the mask, which would synchronise; a capture does not allow that.

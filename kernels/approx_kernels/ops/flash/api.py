@@ -13,7 +13,7 @@ from approx_kernels.ops.flash.reference import flash_reference
 from approx_kernels.ops.flash.samples import behind_each_other, stretches
 from approx_kernels.ops.flash.triton import ENDLESS, flash_forward, list_tile
 from approx_kernels.runtime.autocast import without_autocast
-from approx_kernels.tokens.shapes import check_shapes
+from approx_kernels.tokens.shapes import MOST, check_form, check_least, check_part, check_shapes
 
 __all__ = ["BlockList", "block_list", "flash", "flash_attention", "flash_obstacle", "list_tile"]
 
@@ -54,6 +54,7 @@ def flash_attention(
         ValueError: if shapes or dtypes do not match, or the requested implementation cannot run.
     """
     check_shapes(q, k, v, key_mask)
+    check_form(scale, dropout, causal=causal)
     run = choose("flash_attention", impl, ranked(q, flash_obstacle(q, v, dropout), fused=None, reference=None), q)
     if run == "triton":
         return flash(q, k, v, key_mask, scale=scale, right=0 if causal else None, impl="triton")[0]
@@ -107,14 +108,21 @@ def flash(
         ValueError: if shapes, lengths or tiles do not match, or the requested implementation cannot run.
     """
     check_shapes(q, k, v, key_mask)
+    check_form(scale, both=both)
+    check_least("ramp", ramp, 1)
+    for name, reach in (("left", left), ("right", right)):
+        if reach is not None:
+            check_least(name, reach, -MOST)
+    if spans is not None:
+        check_part("spans", spans, q, q.shape[1])
+    if blocks is not None and not isinstance(blocks, BlockList):
+        raise ValueError(f"blocks is of type {type(blocks).__name__}; expected the result of `block_list`.")
     run = choose("flash", impl, ranked(q, flash_obstacle(q, v, 0.0), reference=None), q)
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     if blocks is not None:
         _check_blocks(q, k, blocks, left, right, list_tile(q, v) if run == "triton" else None)
-    if spans is not None and spans.shape != q.shape[1:2]:
-        raise ValueError(f"spans has shape {list(spans.shape)}; expected [{q.shape[1]}], one for each head.")
     bounds = stretches(key_mask, q.shape[2], both) if lengths is None else behind_each_other(q, k, key_mask, lengths)
     left, right = (ENDLESS if reach is None else max(min(reach, ENDLESS), -ENDLESS) for reach in (left, right))
     with without_autocast(q.device.type):

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from approx_kernels.tokens.shapes import check_least
+
 
 def stretches(key_mask: Tensor | None, length: int, both: bool) -> Tensor | None:
     """The first and one past the last real row of queries and keys, and whether there are gaps, [B, 5] int32.
@@ -24,9 +26,15 @@ def stretches(key_mask: Tensor | None, length: int, both: bool) -> Tensor | None
 
 def behind_each_other(q: Tensor, k: Tensor, key_mask: Tensor | None, lengths: Sequence[int]) -> Tensor:
     """The same for samples in one row."""
+    if not isinstance(lengths, list | tuple) or not lengths:
+        raise ValueError(
+            f"lengths is of type {type(lengths).__name__}; expected a list with the tokens of each sample."
+        )
+    for length in lengths:
+        check_least("a length", length, 1)
     total = sum(lengths)
     fits = q.shape[0] == 1 and q.shape[2] == k.shape[2] == total and key_mask is None
-    if not (fits and min(lengths) > 0):
+    if not fits:
         raise ValueError(
             f"lengths are {len(lengths)} that sum to {total}, q has shape {list(q.shape)}, k {list(k.shape)}; expected one "
             "row of samples, whose lengths are above 0 and sum to the number of queries and of keys, and no key_mask."

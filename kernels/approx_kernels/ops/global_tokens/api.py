@@ -16,7 +16,7 @@ from approx_kernels.ops.global_tokens.cpu import window_lists
 from approx_kernels.ops.global_tokens.reference import places, seeing_rows, window_blocks
 from approx_kernels.ops.key_lists.cpu import obstacle
 from approx_kernels.tokens.grouped import in_turns
-from approx_kernels.tokens.shapes import check_shapes
+from approx_kernels.tokens.shapes import check_form, check_least, check_shapes, check_tensor
 from approx_kernels.tokens.stretches import without_padding
 
 
@@ -67,6 +67,13 @@ def global_token_attention(
         ValueError: if shapes or dtypes do not match, or the requested implementation cannot run.
     """
     check_shapes(q, k, v, key_mask)
+    check_form(scale, dropout, causal=causal, see_all=see_all)
+    check_least("left", left, 0)
+    check_least("right", right, 0)
+    if not isinstance(tokens, Tensor | Sequence):
+        raise ValueError(f"tokens is of type {type(tokens).__name__}; expected positions, or a tensor [batch, keys].")
+    for token in () if isinstance(tokens, Tensor) else tokens:
+        check_least("a chosen token", token, 0)
     right = 0 if causal else right
     elsewhere = "tokens that each sample chooses need a list for each. Give positions, or ask for 'reference'."
     own = isinstance(tokens, Tensor)
@@ -98,6 +105,7 @@ def global_token_attention(
         return under_padding(tiles, q, k, v, key_mask)
     if not isinstance(tokens, Tensor):
         return without_padding(partial(attend, tokens=tokens), q, k, v, key_mask)
+    check_tensor("tokens", tokens)
     if tokens.dtype != torch.bool or tokens.shape != (k.shape[0], k.shape[2]):
         raise ValueError(
             f"tokens is {tokens.dtype} of shape {list(tokens.shape)}; "

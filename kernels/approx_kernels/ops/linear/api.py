@@ -1,5 +1,6 @@
 """Linear attention: a kernel feature map in place of the softmax."""
 
+import torch
 from torch import Tensor
 
 from approx_kernels.dispatch.implementation import choose
@@ -12,8 +13,16 @@ from approx_kernels.ops.linear.triton_heads import linear_kernels, linear_obstac
 from approx_kernels.ops.linear.triton_window import windowed_kernels
 from approx_kernels.ops.linear.window_cpu import linear_parts, obstacle
 from approx_kernels.tokens.grouped import in_order
-from approx_kernels.tokens.ring import State
-from approx_kernels.tokens.shapes import check_least, check_part, check_shapes
+from approx_kernels.tokens.ring import State, check_ring
+from approx_kernels.tokens.shapes import (
+    check_form,
+    check_least,
+    check_number,
+    check_part,
+    check_shapes,
+    check_state,
+    check_word,
+)
 
 __all__ = ["FEATURE_MAPS", "linear_attention", "linear_decode"]
 
@@ -75,7 +84,8 @@ def linear_attention(
         ValueError: if shapes or dtypes do not match, or the implementation cannot run.
     """
     check_shapes(q, k, v, key_mask)
-    _check_parts(q, feature_map, maps, window, mix)
+    check_form(scale, dropout, causal=causal)
+    _check_parts(q, feature_map, maps, window, mix, input_scale, eps)
     no_cpu = obstacle(q)
     no_kernels = linear_obstacle(q, v, dropout=dropout)
     run = choose("linear_attention", impl, ranked(q, no_kernels, cpu=no_cpu, reference=None), q)
@@ -141,7 +151,16 @@ def linear_decode(
         ValueError: if shapes or dtypes do not match, or the implementation cannot run.
     """
     check_shapes(q, k, v, key_mask)
-    _check_parts(q, feature_map, maps, window, mix)
+    check_form(scale)
+    _check_parts(q, feature_map, maps, window, mix, input_scale, eps)
+    if state is not None:
+        features = q.shape[3] * (2 if feature_map == "hedgehog" else 1)
+        heads = (k if maps is None else q).shape[1]
+        check_state(
+            state, q, torch.promote_types(q.dtype, torch.float32), sums=(q.shape[0], heads, features, v.shape[3] + 1)
+        )
+        if window:
+            check_ring(state, k, v)
     kept = state_obstacle(q, k, v, *(maps or ()), *(() if mix is None else (mix,)))
     no_cpu = decode_obstacle(q, k) or kept
     no_kernels = linear_obstacle(q, v, dropout=0.0) or kept or step_obstacle(q, k, state, window)
@@ -155,11 +174,20 @@ def linear_decode(
 
 
 def _check_parts(
-    q: Tensor, feature_map: str, maps: tuple[Tensor, Tensor] | None, window: int, mix: Tensor | None
+    q: Tensor,
+    feature_map: str,
+    maps: tuple[Tensor, Tensor] | None,
+    window: int,
+    mix: Tensor | None,
+    input_scale: float,
+    eps: float,
 ) -> None:
     heads, size = q.shape[1], q.shape[3]
-    if feature_map not in FEATURE_MAPS:
-        raise ValueError(f"feature_map is {feature_map!r}; expected one of {', '.join(FEATURE_MAPS)}.")
+    check_word("feature_map", feature_map, FEATURE_MAPS)
+    check_number("input_scale", input_scale)
+    check_number("eps", eps)
+    if maps is not None and not (isinstance(maps, tuple | list) and all(isinstance(each, Tensor) for each in maps)):
+        raise ValueError(f"maps is of type {type(maps).__name__}; expected two tensors, or None.")
     learned = {"t2r": [heads, size + 1, size], "hedgehog": [heads, size, size]}.get(feature_map)
     shapes = None if maps is None else [list(each.shape) for each in maps]
     if shapes != (None if learned is None else [learned, learned]):

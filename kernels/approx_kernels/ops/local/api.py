@@ -11,7 +11,7 @@ from approx_kernels.ops.key_lists.cpu import obstacle
 from approx_kernels.ops.local.cpu import local_lists
 from approx_kernels.ops.local.reference import local_blocks
 from approx_kernels.tokens.grouped import in_turns
-from approx_kernels.tokens.shapes import check_shapes
+from approx_kernels.tokens.shapes import check_form, check_least, check_shapes
 
 
 def local_attention(
@@ -52,6 +52,9 @@ def local_attention(
         ValueError: if shapes or dtypes do not match, or the requested implementation cannot run.
     """
     check_shapes(q, k, v, key_mask)
+    check_form(scale, dropout)
+    check_least("left", left, 0)
+    check_least("right", right, 0)
     ways = {"cpu": obstacle(q), "reference": None}
     run = choose("local_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways), q)
     if run == "triton":

@@ -15,7 +15,7 @@ from approx_kernels.ops.flash.api import flash_obstacle
 from approx_kernels.ops.lsh.buckets import bucket_plan
 from approx_kernels.ops.lsh.clusters import cluster_plan
 from approx_kernels.ops.lsh.cpu import Notes, bucket_lists, obstacle, sorted_lists
-from approx_kernels.ops.lsh.hashing import draw_projections, unit_keys
+from approx_kernels.ops.lsh.hashing import VARIANTS, draw_projections, unit_keys
 from approx_kernels.ops.lsh.plan import Plan
 from approx_kernels.ops.lsh.reference import dense_union
 from approx_kernels.ops.lsh.triton import round_by_round, sorted_tiles
@@ -24,12 +24,10 @@ from approx_kernels.runtime.autocast import without_autocast
 from approx_kernels.runtime.observed import without_functions
 from approx_kernels.tokens.grouped import in_turns
 from approx_kernels.tokens.padding import blank_for_gradients, blank_padding
-from approx_kernels.tokens.shapes import check_least, check_part, check_shapes
+from approx_kernels.tokens.shapes import check_form, check_least, check_part, check_shapes, check_word
 from approx_kernels.tokens.stretches import without_padding
 
 __all__ = ["VARIANTS", "draw_projections", "lsh_attention"]
-
-VARIANTS = ("asymmetric", "shared")
 
 # Tokens of all heads sorted together on a CPU: the tables of more do not fit into its caches.
 _TOGETHER = 2**16
@@ -100,13 +98,14 @@ def lsh_attention(
             implementation cannot run.
     """
     check_shapes(q, k, v, key_mask)
+    check_form(scale, dropout, dedup=dedup, causal=causal)
+    check_word("variant", variant, VARIANTS)
     heads, length, keys = q.shape[1], q.shape[2], k.shape[2]
-    if variant not in VARIANTS:
-        raise ValueError(f"variant is {variant!r}; expected one of {', '.join(VARIANTS)}.")
     lifted = variant == "asymmetric" and not causal
     check_part("projections", projections, q, "rounds", q.shape[3] + 2 * lifted, 1 if lifted else "columns")
     check_least("cluster", cluster, 1)
-    if buckets < 1 or buckets & (buckets - 1):
+    check_least("buckets", buckets, 1)
+    if buckets & (buckets - 1):
         raise ValueError(f"buckets is {buckets}; expected a power of two, such as 1, 4 or 8.")
     if variant == "shared" and length != keys:
         raise ValueError(f"The shared variant makes its keys from the queries, but got {length} queries, {keys} keys.")

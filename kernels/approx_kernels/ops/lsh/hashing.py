@@ -12,6 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from approx_kernels.runtime.observed import unreadable
+from approx_kernels.tokens.shapes import check_draw, check_form, check_word
+
+VARIANTS = ("asymmetric", "shared")
 
 # Columns drawn for buckets: one per bit, or one per two buckets. More would help only with impractically long inputs,
 # or cost more than the attention inside a bucket.
@@ -28,6 +31,9 @@ def draw_projections(size: int, *, rounds: int, variant: str, causal: bool, seed
         [rounds, D + 2, 1] for the asymmetric variant, [rounds, D, 16] for its causal form and [rounds, D, 64] for
         the shared one, float32.
     """
+    check_draw(seed, rounds=rounds, size=size)
+    check_word("variant", variant, VARIANTS)
+    check_form(causal=causal)
     rows, columns = (size, _DIRECTIONS) if variant == "shared" else (size, _BITS) if causal else (size + 2, 1)
     generator = torch.Generator("cpu").manual_seed(seed)
     return torch.randn(rounds, rows, columns, generator=generator, device="cpu", dtype=torch.float32)

@@ -63,7 +63,6 @@ class _TileAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]  # named arguments there
         q, k, v, out, lse = ctx.saved_tensors
         plan, dropout, seed, dedup = ctx.rest
@@ -78,7 +77,7 @@ class _TileAttention(torch.autograd.Function):
             for block in work.blocks(number):
                 shape, mine = block.scores.shape, members[block.slots]
                 weights = block.scores.sub_(lse.index_select(0, mine).view(*shape[:2], 1)).exp_()
-                weights = weights if block.met is None else weights.div_(block.met)
+                weights = weights if block.met is None else weights / block.met
                 outer = grad.index_select(0, mine).view(*shape[:2], -1)
                 kept = work.dropped(torch.ones_like(weights)) if dropout else None
                 used = weights if kept is None else weights * kept
@@ -86,7 +85,7 @@ class _TileAttention(torch.autograd.Function):
                 inner = torch.bmm(outer, block.values.transpose(1, 2))
                 inner = inner if kept is None else inner.mul_(kept)
                 inner.sub_(delta.index_select(0, mine).view(*shape[:2], 1)).mul_(weights)
-                torch.bmm(inner, block.keys, out=parts[block.slots].view(*shape[:2], -1))
+                parts[block.slots] = torch.bmm(inner, block.keys).flatten(0, 1)
                 grad_k.index_add_(0, block.rows, torch.bmm(inner.transpose(1, 2), block.queries).flatten(0, 1))
             grad_q += parts.index_select(0, tiles.slot)
         return grad_q, grad_k, grad_v, None, None, None, None
@@ -129,26 +128,19 @@ class _Work:
         all_seen = bool((room == width).all())
         room = room.int()
         tile = members.shape[1]
-        memory = [
-            x.new_empty(self.together * n * x.shape[1]) for x, n in ((self.q, tile), (self.k, width), (self.v, width))
-        ]
-        score_memory = self.q.new_empty(self.together * tile * width)
+        memory, score_memory = [None] * 3, None
+        # A graph for second derivatives keeps everything.
+        if not torch.is_grad_enabled():
+            sizes = (tile * self.q.shape[1], width * self.k.shape[1], width * self.v.shape[1], tile * width)
+            *memory, score_memory = (self.q.new_empty(self.together * size) for size in sizes)
         for begin in range(0, members.shape[0], self.together):
             count = min(self.together, members.shape[0] - begin)
             now = slice(begin, begin + count)
-            queries, keys, values = (
-                torch.index_select(x, 0, index, out=place[: index.numel() * x.shape[1]].view(-1, x.shape[1])).view(
-                    count, -1, x.shape[1]
-                )
-                for x, index, place in zip(
-                    (self.q, self.k, self.v),
-                    (members[now].flatten(), rows[now].flatten(), rows[now].flatten()),
-                    memory,
-                    strict=True,
-                )
-            )
-            scores = score_memory[: count * tile * width].view(count, tile, width)
-            torch.bmm(queries, keys.transpose(1, 2), out=scores)
+            own_rows = rows[now].flatten()
+            sources = zip((self.q, self.k, self.v), (members[now].flatten(), own_rows, own_rows), memory, strict=True)
+            queries, keys, values = (_taken(x, index, place).view(count, -1, x.shape[1]) for x, index, place in sources)
+            place = None if score_memory is None else score_memory[: count * tile * width].view(count, tile, width)
+            scores = torch.bmm(queries, keys.transpose(1, 2), out=place)
             if not all_seen:
                 scores.masked_fill_(self.steps >= room[now][..., None], -torch.inf)
             if own is not None:
@@ -175,8 +167,14 @@ class _Work:
         return weights * kept / (1 - self.dropout)
 
 
+def _taken(x: Tensor, index: Tensor, place: Tensor | None) -> Tensor:
+    """Rows of x [n, D], in `place` where there is one."""
+    out = None if place is None else place[: index.numel() * x.shape[1]].view(-1, x.shape[1])
+    return torch.index_select(x, 0, index, out=out)
+
+
 def _leave_out(scores: Tensor, at: Tensor) -> None:
     """Hide the key `at` [N, T] steps into the stretch from all queries."""
     inside = (at >= 0) & (at < scores.shape[-1])
     index = at.clamp(0, scores.shape[-1] - 1)[..., None]
-    scores.scatter_(-1, index, scores.gather(-1, index).masked_fill(inside[..., None], -torch.inf))
+    scores.masked_fill_(torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, index, inside[..., None]), -torch.inf)

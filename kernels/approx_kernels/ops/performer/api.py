@@ -1,7 +1,9 @@
 """Performer attention (FAVOR+): positive random features whose products are softmax weights on average."""
 
+from collections.abc import Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from approx_kernels.dispatch.implementation import choose
@@ -21,7 +23,7 @@ from approx_kernels.ops.performer.triton_heads import (
 from approx_kernels.ops.performer.uniform import SUMS, mixed
 from approx_kernels.tokens.grouped import in_order, in_turns, sharing, turns
 from approx_kernels.tokens.ring import State
-from approx_kernels.tokens.shapes import check_part, check_shapes
+from approx_kernels.tokens.shapes import check_form, check_part, check_shapes, check_state, check_tensor, check_word
 
 __all__ = [
     "ESTIMATORS",
@@ -95,6 +97,7 @@ def performer_attention(
         ValueError: if shapes or dtypes do not match, or the implementation cannot run.
     """
     _check_parts(q, k, v, key_mask, projection, offsets, share, kernel)
+    check_form(scale, dropout, causal=causal)
     k, v = _of_own_rows(q, k, v, projection)
     no_kernels = performer_obstacle(q, v, projection, dropout)
     no_cpu = obstacle(q, projection, offsets)
@@ -140,7 +143,14 @@ def performer_decode(
         ValueError: if shapes or dtypes do not match, or the implementation cannot run.
     """
     _check_parts(q, k, v, key_mask, projection, offsets, share, kernel)
+    check_form(scale)
     k, v = _of_own_rows(q, k, v, projection)
+    if state is not None:
+        batch, heads = k.shape[:2]
+        shapes: dict[str, Sequence[int]] = {"sums": (batch, heads, projection.shape[-2], v.shape[3] + 1)}
+        shapes |= {"top": (batch, heads, 1, projection.shape[-2])} if kernel == "softmax" else {}
+        shapes |= {} if share is None else {SUMS: (batch, heads, 1, v.shape[3] + 1)}
+        check_state(state, q, torch.promote_types(q.dtype, torch.float32), **shapes)
     no_cpu = obstacle(q, projection, offsets) or state_obstacle(q, k, v)
     no_kernels = performer_obstacle(q, v, projection) or state_obstacle(q, k, v) or prompt_obstacle(q, k, state)
     run = choose("performer_decode", impl, ranked(q, no_kernels, cpu=no_cpu, reference=None), q)
@@ -179,11 +189,13 @@ def _check_parts(
     kernel: str,
 ) -> None:
     check_shapes(q, k, v, key_mask)
+    check_tensor("projection", projection)
     heads, shape = q.shape[1], list(projection.shape)
     own = () if projection.ndim == 2 else (heads,)
     check_part("projection", projection, q, *own, "features", q.shape[3])
-    if kernel not in KERNELS:
-        raise ValueError(f"kernel is {kernel!r}; expected one of {', '.join(KERNELS)}.")
+    check_word("kernel", kernel, KERNELS)
+    if offsets is not None:
+        check_tensor("offsets", offsets)
     if offsets is not None and (projection.ndim == 2 or kernel != "softmax" or list(offsets.shape) != shape[:2]):
         raise ValueError(
             f"offsets have shape {list(offsets.shape)} beside a projection of {shape} and kernel {kernel!r}; they need "

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from approx_kernels.tokens.shapes import check_draw, check_form
+
 
 def draw_projection(size: int, *, features: int, orthogonal: bool, seed: int) -> Tensor:
     """Random rows, each N(0, 1) in every coordinate, drawn once from the seed.
@@ -13,6 +15,8 @@ def draw_projection(size: int, *, features: int, orthogonal: bool, seed: int) ->
     Returns:
         [features, size], float32.
     """
+    check_draw(seed, features=features, size=size)
+    check_form(orthogonal=orthogonal)
     generator = torch.Generator("cpu").manual_seed(seed)
     rows = torch.randn(features, size, generator=generator, device="cpu", dtype=torch.float32)
     if not orthogonal:

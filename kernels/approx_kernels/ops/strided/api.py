@@ -15,7 +15,7 @@ from approx_kernels.ops.strided.cpu import strided_lists
 from approx_kernels.ops.strided.reference import strided_heads
 from approx_kernels.ops.strided.triton import strided_tiles
 from approx_kernels.tokens.grouped import in_turns
-from approx_kernels.tokens.shapes import check_shapes
+from approx_kernels.tokens.shapes import check_form, check_shapes, check_steps, checked_stride
 from approx_kernels.tokens.stretches import by_step, without_padding
 from approx_kernels.tokens.strides import root_above, same_stride
 
@@ -60,9 +60,12 @@ def strided_attention(
         [B, H, L, E] in the dtype of q.
 
     Raises:
-        ValueError: if shapes or dtypes do not match, or the requested implementation cannot run.
+        ValueError: if shapes or dtypes do not match, a step or stride is unknown, or the requested implementation cannot run.
     """
     check_shapes(q, k, v, key_mask)
+    check_form(scale, dropout, causal=causal)
+    check_steps(steps, 2)
+    stride = checked_stride(stride, causal, k.shape[2])
     ways = {"cpu": obstacle(q), "reference": None}
     run = choose("strided_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways), q)
 

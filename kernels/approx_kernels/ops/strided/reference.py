@@ -134,7 +134,9 @@ def _weights(scores: Tensor, top: Tensor, shown: Tensor) -> Tensor:
     """`exp(scores - top)` where shown, else 0."""
     # Exponentials below the normal range are slow. If all keys are hidden, they are 1 without the mask.
     lowest = math.log(torch.finfo(scores.dtype).tiny) + 1.0
-    return (scores - top).clamp_(min=lowest).exp_().mul_(shown)
+    weights = (scores - top).clamp_(min=lowest).exp_()
+    # Its derivative reads the exponentials.
+    return weights * shown if torch.is_grad_enabled() else weights.mul_(shown)
 
 
 class _Weights(torch.autograd.Function):

@@ -15,7 +15,7 @@ from approx_kernels.ops.summaries.cpu import summary_lists
 from approx_kernels.ops.summaries.reference import Inside, summary_blocks
 from approx_kernels.ops.summaries.triton import summary_tiles
 from approx_kernels.tokens.grouped import in_turns
-from approx_kernels.tokens.shapes import check_shapes
+from approx_kernels.tokens.shapes import check_form, check_least, check_shapes, check_steps, check_word, checked_stride
 from approx_kernels.tokens.stretches import by_step, without_padding
 from approx_kernels.tokens.strides import root_below, same_stride
 
@@ -74,8 +74,11 @@ def summary_attention(
             the requested implementation cannot run.
     """
     check_shapes(q, k, v, key_mask)
-    if inside not in _INSIDE:
-        raise ValueError(f"inside is {inside!r}; expected one of {', '.join(_INSIDE)}.")
+    check_form(scale, dropout, causal=causal)
+    check_word("inside", inside, _INSIDE)
+    check_steps(steps, 4 if inside == "both" else 2)
+    check_least("summary", summary, 1)
+    stride = checked_stride(stride, causal, k.shape[2])
     if causal and inside != "past":
         raise ValueError(f"A causal pattern with inside={inside!r}; expected inside='past'.")
     ways = {"cpu": obstacle(q), "reference": None}

@@ -12,7 +12,7 @@ from approx_kernels.ops.topk.cpu import obstacle, topk_rows
 from approx_kernels.ops.topk.reference import topk_blocks
 from approx_kernels.ops.topk.triton import topk_gathered
 from approx_kernels.tokens.grouped import in_turns
-from approx_kernels.tokens.shapes import check_shapes
+from approx_kernels.tokens.shapes import check_form, check_least, check_shapes
 
 
 def topk_attention(
@@ -54,6 +54,8 @@ def topk_attention(
         ValueError: if shapes or dtypes do not match, or `impl` cannot run.
     """
     check_shapes(q, k, v, key_mask)
+    check_form(scale, dropout, causal=causal)
+    check_least("topk", topk, 1)
     ways = ranked(q, flash_obstacle(q, v, dropout), cpu=obstacle(q), reference=None)
     run = choose("topk_attention", impl, ways, q)
     how: dict[str, Any] = {"key_mask": key_mask, "topk": topk, "causal": causal, "scale": scale}

@@ -161,4 +161,6 @@ static int gradients(const backward_problem *g, int64_t b, int64_t h) {
     return 0;
 }
 
-int backward(const backward_problem *g) { return ANY_HEAD_FAILS(&g->all, gradients(g, b, h)); }
+int backward(const backward_problem *g) {
+    return in_bounds(&g->all) ? ANY_HEAD_FAILS(&g->all, gradients(g, b, h)) : OUT_OF_BOUNDS;
+}

@@ -84,4 +84,7 @@ static int attend(const problem *p, int64_t b, int64_t h) {
     return 0;
 }
 
-int forward(const problem *p) { return worth_strips(p) ? attend_strips(p) : ANY_HEAD_FAILS(p, attend(p, b, h)); }
+int forward(const problem *p) {
+    if (!in_bounds(p)) return OUT_OF_BOUNDS;
+    return worth_strips(p) ? attend_strips(p) : ANY_HEAD_FAILS(p, attend(p, b, h));
+}

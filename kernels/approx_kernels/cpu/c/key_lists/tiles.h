@@ -5,6 +5,9 @@
 #include "rows.h"
 #include "dropout.h"
 
+/* What a call returns whose blocks or lists are wrong; 1 is what it returns without memory. */
+enum { OUT_OF_BOUNDS = 2 };
+
 /* Strips of rows are whole tiles of a product, and skip the columns that none of them sees. */
 enum { STRIP = 24, HALF_STRIP = 32, ROWS = 8 * STRIP, KEYS = 128 };
 
@@ -73,6 +76,23 @@ INLINE int screens(const problem *p, int64_t part) { return p->itself < 0.0f || 
 /* The blocks of a head, from the first to before the second. */
 INLINE void blocks_of(const problem *p, int64_t item, int64_t *begin, int64_t *end) {
     *begin = p->own ? p->own[item] : 0, *end = p->own ? p->own[item + 1] : p->blocks;
+}
+
+/* Whether blocks cut the queries of each part into pieces of ROWS at most, lists name keys that there are, and sums of
+   positions and distances stay below 2^31. */
+static int in_bounds(const problem *p) {
+    int64_t heads = p->own ? p->batch * p->heads : 1, blocks = p->own ? p->own[heads] : p->blocks;
+    const int64_t far = 1 << 30, most = greater(p->ranks, p->keys);
+    if (blocks < 1 || blocks > p->blocks || p->starts[0] || p->starts[blocks] != heads * p->parts * p->length) return 0;
+    for (int64_t block = 0; block < blocks; block++) {
+        int64_t start = p->starts[block], rows = p->starts[block + 1] - start;
+        if (rows < 1 || rows > ROWS || start % p->length + rows > p->length || p->first[block + 1] < p->first[block])
+            return 0;
+    }
+    if (p->first[0] || p->before + p->length >= far || most >= far || p->before <= -far) return 0;
+    for (const entry *e = p->entries; e < p->entries + p->first[blocks]; e++)
+        if (e->begin < 0 || e->end > p->ranks || most - e->low > INT32_MAX || most - e->high > INT32_MAX) return 0;
+    return 1;
 }
 
 static void queries_from(const problem *p, int64_t b, int64_t h, queries_of_block *w) {

@@ -21,7 +21,7 @@ def add_to(app: typer.Typer) -> None:
     command(
         app,
         _PANEL,
-        "approx evaluate converted --task needle --set length=1024 --limit 40",
+        "approx evaluate converted --task needle --set length=1024",
         "approx evaluate converted --against base --task glue/sst2 --data SST-2 --margin 0.5 --fail-over -o record.json",
         "approx evaluate longer --against base --task documents --data texts.jsonl --extend-base",
         "torchrun --nproc-per-node 4 --no-python approx evaluate converted --task squad --data squad",

@@ -18,6 +18,7 @@ from approx.errors import ApproxError
 
 _PANEL = "Measure"
 _REPLACE = "Instead of the recipe's"
+_DEMONSTRATION = "needle"
 _TEMPLATE = """\
 # A recipe. See what it would do with `approx run {file} --dry-run`, and run it with `approx run {file}`.
 title: My study
@@ -28,6 +29,7 @@ variants:
   improved-clustered 25: {{mechanism: improved-clustered, settings: {{clusters: 25, topk: 32}}}}
   local 64 in the first layer: {{mechanism: local, layers: 0, settings: {{left: 64, right: 64}}}}
 # Base and variants are compared on these tasks. `approx tasks` lists them, `approx tasks NAME` explains one.
+{enough}
 evaluate:
   - {task}
   # Your own table: {{task: text-classification, data: reviews.csv, settings: {{columns: {{text: review, label: stars}}}}}}
@@ -148,15 +150,38 @@ def init(
     from approx_kernels.runtime.atomic_file import write_whole
 
     options.check_output(file, force)
-    stage: dict[str, Any] = {"task": task or "needle", **({} if data is None else {"data": data}), "limit": 40}
+    stage: dict[str, Any] = {"task": task or _DEMONSTRATION, **({} if data is None else {"data": data})}
+    measured, enough = _settling(stage["task"])
+    stage |= measured
     if task is None:
-        stage["settings"] = {"length": 512}
+        stage["settings"] = {"length": 512, "examples": measured["limit"]}
     flow = partial(yaml.safe_dump, default_flow_style=True, sort_keys=False, width=math.inf)
     named = yaml.safe_dump({"checkpoint": checkpoint}).strip()
-    text = _TEMPLATE.format(file=shlex.quote(str(file)), checkpoint=named, task=flow(stage).strip())
+    text = _TEMPLATE.format(file=shlex.quote(str(file)), checkpoint=named, task=flow(stage).strip(), enough=enough)
     write_whole(file, text)
     terminal.result({"file": str(file)}, f"Written to {file}")
     terminal.note(f"Next: edit it, then approx run {shlex.quote(str(file))} --dry-run")
+
+
+def _settling(task: str) -> tuple[dict[str, Any], str]:
+    """Margin and limit of a first evaluation, and a comment that says what they can show."""
+    from approx.evaluation.statistics import fewest_examples
+    from approx.tasks import TASKS, open_task
+    from approx.tasks.metrics import METRICS
+
+    if task not in TASKS:
+        # The harness of another package knows its metric.
+        return {}, "# All examples are used; limit: 100 would take the first 100."
+    metric = METRICS[open_task(task).metrics[0]]
+    if not metric.fraction:
+        name = metric.key.replace("_", " ")
+        return {"margin": metric.margin}, f"# The margin is the loss that you accept, in percent of the base's {name}."
+    fewest = fewest_examples(metric.margin / 100)
+    # Twice as many, so that a few may change.
+    return {"margin": metric.margin, "limit": -(-2 * fewest // 100) * 100}, (
+        f"# The margin is the loss that you accept, in points. To show that no more is lost takes {fewest:,} examples if nothing "
+        "changes on any\n# of them, and more if something does; the report says how many. limit takes the first of the data."
+    )
 
 
 def _told(push: dict[str, Any]) -> str:

@@ -236,6 +236,7 @@ class Quality(Written):
         examples: Number of examples.
         subset: Whether examples were left out.
         truncated: Number of truncated examples.
+        settings: Settings of the task, as they were chosen; older records lack them.
         notes: What was left out or changed when the examples were read, and how the labels of the model are taken.
         rows: Rows read and skipped; null if examples are not read from rows, and in older records.
         tokens: Lengths of the inputs.
@@ -257,6 +258,7 @@ class Quality(Written):
     examples: Count
     subset: bool
     truncated: Count
+    settings: dict[str, Any] = Field(default_factory=dict)
     notes: list[str] = Field(default_factory=list)
     rows: Rows | None = None
     tokens: Tokens | None = None
@@ -271,6 +273,17 @@ class Quality(Written):
     variants: list[QualityVariant]
     outputs: str | None
     fast_products: bool = False
+
+    @property
+    def details(self) -> str:
+        """What tells evaluations of one split apart, in words: the settings of the task, and the notes."""
+        chosen = (
+            f"{name} {value:,}" if isinstance(value, int) and not isinstance(value, bool) else f"{name} {value}"
+            for name, value in self.settings.items()
+            # Names of columns say nothing about the examples.
+            if name != "columns"
+        )
+        return "; ".join([*chosen, *self.notes])
 
 
 class Record(Written):

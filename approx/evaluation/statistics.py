@@ -6,6 +6,7 @@ the given seed.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -128,6 +129,25 @@ def holm(p_values: Sequence[float]) -> list[float]:
     adjusted = np.empty_like(values)
     adjusted[order] = np.maximum.accumulate(values[order] * np.arange(values.size, 0, -1)).clip(max=1.0)
     return adjusted.tolist()
+
+
+def fewest_examples(margin: float) -> int:
+    """The fewest examples that can show `no loss` of accuracy at a margin: so many, and none of them changes.
+
+    Args:
+        margin: The acceptable loss, above 0 and below 1: 0.01 for a point.
+    """
+    if not 0 < margin < 1:
+        raise ValueError(f"a margin between 0 and 1 is needed, not {margin}")
+
+    def settle(count: int) -> bool:
+        same = np.ones(count, bool)
+        return verdict(compare_correct(same, same).interval, margin, count)[0] == "no loss"
+
+    enough = 1
+    while not settle(enough):
+        enough *= 2
+    return bisect.bisect_left(range(enough), True, lo=enough // 2, key=settle)
 
 
 def accuracy_interval(correct: ArrayLike, confidence: float = CONFIDENCE) -> Interval:

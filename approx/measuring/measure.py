@@ -142,7 +142,7 @@ def measure_quality(
             progress=lambda done, total: progress(f"evaluate {stage.task}", done, total),
         )
     notes = [*entry.notes, *(["fast float32 products"] if stage.fast_products else [])]
-    return entry.model_copy(update={"notes": notes, "fast_products": stage.fast_products})
+    return entry.model_copy(update={"notes": notes, "settings": stage.settings, "fast_products": stage.fast_products})
 
 
 def measure_speed(

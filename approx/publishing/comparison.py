@@ -10,7 +10,7 @@ from approx.publishing import wording
 from approx.publishing.advice import advice
 from approx.publishing.joining import same_models
 from approx.publishing.summary import variant_of
-from approx.publishing.tables import plan_lines
+from approx.publishing.tables import plan_words
 
 _MACHINE = ("approx", "python", "torch", "transformers", "triton", "platform", "processor", "cores", "threads", "gpu")
 
@@ -104,10 +104,7 @@ def _differences(first: Record, second: Record, pairs: list[tuple[str, str]]) ->
         }
         for number, name in enumerate(names):
             variant = next(one for one in record.variants if one.name == name)
-            lines = (
-                f"layers {line['layers']}: {line['mechanism']}, {line['settings']}" for line in plan_lines(variant)
-            )
-            told[f"plan of {pairs[number][0]}"] = "; ".join(lines) or "exact"
+            told[f"plan of {pairs[number][0]}"] = plan_words(variant)
             told[f"weights of {pairs[number][0]}"] = _hash(variant.weights_sha256)
             told[f"checks of {pairs[number][0]}"] = "verified" if variant.verified else "not verified"
         return told | {key: str(record.environment.get(key) or wording.NOTHING) for key in _MACHINE}
@@ -133,7 +130,8 @@ def _at(row: Speed) -> tuple[Any, ...]:
 def _quality_row(task: Quality, entry: QualityVariant, other: Quality, of_other: QualityVariant) -> Row:
     sign = -1 if task.lower_is_better else 1
     verdict = _verdict(entry.interval, of_other.interval, ("better", "worse")[:: 1 if sign > 0 else -1])
-    if (task.examples, task.notes) != (other.examples, other.notes):
+    known = all("settings" in one.model_fields_set for one in (task, other))
+    if (task.examples, task.notes) != (other.examples, other.notes) or (known and task.settings != other.settings):
         verdict = "not comparable: other examples"
     elif task.base.scores != other.base.scores:
         verdict = "not comparable: another base"

@@ -106,7 +106,7 @@ def _no_model(one: Record, other: Record) -> str:
 
 
 def _examples(task: Quality) -> tuple[Any, ...]:
-    return task.task, task.split, task.examples, *task.notes
+    return task.task, task.split, task.examples, task.details
 
 
 def _setting(row: Speed) -> tuple[Any, ...]:

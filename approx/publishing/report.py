@@ -11,6 +11,7 @@ from approx.evaluation.record_model import QualityVariant, Record
 from approx.evaluation.record_speed import Ratio, Timing
 from approx.publishing import page, wording
 from approx.publishing.joining import joined
+from approx.publishing.tables import plan_words
 from approx_kernels.runtime.atomic_file import write_whole
 
 _QUALITY = (
@@ -18,13 +19,14 @@ _QUALITY = (
     *("base_score", "score", "difference", "low", "high", "confidence", "test", "p_value", "margin", "verdict"),
     *("needed_examples", "p_adjusted", "seeds", "seeds_mean", "seeds_sd"),
     *("approximated_examples", "approximated_tokens"),
+    *("settings", "notes", "tokens_median", "tokens_longest", "fast_products", "plan"),
 )
 _SPEED = (
     *("title", "checkpoint", "processor", "gpu", "device", "dtype", "threads", "batch", "length", "mode", "inputs"),
     *("baseline", "role", "name", "median_ms", "p10_ms", "p90_ms", "samples", "peak_mb", "ratio", "low", "high"),
-    *("share_of_ceiling", "verdict", "status", "chosen"),
+    *("share_of_ceiling", "verdict", "status", "chosen", "new_tokens", "fast_products", "plan"),
 )
-
+_TASK = {"task", "split", "metric", "examples", "subset", "truncated", "fast_products"}
 
 # The mark of a page that `write_report` made.
 _MADE = '<meta name="generator" content="approx">'
@@ -84,11 +86,17 @@ def _refuse_foreign(files: list[Path]) -> None:
 
 
 def _quality_lines(record: Record) -> list[dict[str, Any]]:
+    plans = _plans(record)
     return [
         {
             **entry.to_data(),
-            **task.model_dump(include={"task", "split", "metric", "examples", "subset", "truncated"}),
+            **task.model_dump(include=_TASK),
             **_of(record),
+            "settings": json.dumps(task.settings, ensure_ascii=False) if task.settings else None,
+            "notes": "; ".join(task.notes),
+            "tokens_median": task.tokens and task.tokens.median,
+            "tokens_longest": task.tokens and task.tokens.longest,
+            "plan": plans.get(entry.name),
             "variant": entry.name,
             "base_score": task.base.scores.get(task.metric),
             "score": entry.scores.get(task.metric),
@@ -102,7 +110,7 @@ def _quality_lines(record: Record) -> list[dict[str, Any]]:
 
 
 def _speed_lines(record: Record) -> list[dict[str, Any]]:
-    machine = {key: record.environment.get(key) for key in ("processor", "gpu")}
+    machine, plans = {key: record.environment.get(key) for key in ("processor", "gpu")}, _plans(record)
     lines = []
     for row in record.speed:
         entries: list[tuple[str, str, Timing]] = [("base", row.baseline, row.base)]
@@ -118,12 +126,17 @@ def _speed_lines(record: Record) -> list[dict[str, Any]]:
                 **entry.to_data(),
                 "role": role,
                 "name": name,
+                "plan": plans.get(name) if role == "variant" else None,
                 **_ends(entry.interval if isinstance(entry, Ratio) else None),
                 "chosen": wording.implementations(entry),
             }
             for role, name, entry in entries
         ]
     return lines
+
+
+def _plans(record: Record) -> dict[str, str]:
+    return {variant.name: plan_words(variant) for variant in record.variants}
 
 
 def _of(record: Record) -> dict[str, Any]:

@@ -118,10 +118,9 @@ def _answer(variant: Variant, record: Record) -> Answer:
         loss, verdict = wording.loss(entry, task), wording.verdict(entry, task)
         if wording.tested(entry) and entry.approximated:
             verdict += f"; attention is approximated on {wording.approximated(entry, task)}"
-        # The notes tell apart evaluations of one split at several lengths.
         alike = sum((other.task, other.split) == (task.task, task.split) for other, _ in tasks)
-        notes = task.notes if alike > 1 else []
-        sentences.append(f"It {loss} on {task.task} ({'; '.join([task.split, *notes])}): {verdict}.")
+        which = f"{task.split}; {task.details}" if alike > 1 and task.details else task.split
+        sentences.append(f"It {loss} on {task.task} ({which}): {verdict}.")
     if not tasks:
         sentences.append("Its quality was not measured.")
     if caveat := _beyond_quality([task for task, _ in tasks], groups):

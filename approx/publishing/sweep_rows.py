@@ -10,7 +10,7 @@ from approx.evaluation.record_model import Quality, QualityVariant, Record, Scor
 from approx.evaluation.record_speed import Speed
 
 # The keys of a task that say which examples were scored, and how.
-TASK = ("task", "split", "metric", "fraction", "lower_is_better", "examples", "subset", "truncated")
+TASK = ("task", "split", "metric", "fraction", "lower_is_better", "examples", "subset", "truncated", "details")
 _MACHINE = ("processor", "cores", "threads", "gpu", "platform", "python", "torch", "triton")
 
 
@@ -90,6 +90,7 @@ class QualityRow:
     examples: int
     subset: bool
     truncated: int
+    details: str
     base: float
     score: OverSeeds
     difference: OverSeeds
@@ -258,6 +259,7 @@ def _over_seeds(group: list[tuple[Cell, Quality]], values: Mapping[str, dict[str
         examples=task.examples,
         subset=task.subset,
         truncated=task.truncated,
+        details=task.details,
         base=task.base.scores[task.metric],
         score=_spread([variant.scores[task.metric] for variant in variants]),
         difference=difference,

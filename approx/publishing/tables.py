@@ -45,7 +45,7 @@ def quality_table(task: Quality) -> dict[str, Any]:
         "split": task.split,
         "metric": metric,
         "others": others,
-        "examples": wording.share_of_examples(task, [*task.notes, *wording.rows(task)]),
+        "examples": "; ".join([wording.share_of_examples(task), *wording.rows(task)]),
         "units": "points" if task.fraction else wording.units(task),
         "better": "lower is better" if task.lower_is_better else "higher is better",
         "confidence": ", ".join(sorted(confidences)) or wording.percent(0.95),
@@ -121,6 +121,12 @@ def plan_lines(variant: Variant) -> list[dict[str, str]]:
         {"layers": wording.layer_ranges(layers), "mechanism": mechanism, "settings": settings or wording.NOTHING}
         for (mechanism, settings), layers in groups.items()
     ]
+
+
+def plan_words(variant: Variant) -> str:
+    """The plan of a variant in one line: layers 0–3: clustered, clusters = 25."""
+    lines = (f"layers {line['layers']}: {line['mechanism']}, {line['settings']}" for line in plan_lines(variant))
+    return "; ".join(lines) or "exact"
 
 
 def layer_error_table(variants: list[Variant]) -> dict[str, Any] | None:

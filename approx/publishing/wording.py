@@ -36,6 +36,11 @@ class Scored(Protocol):
         """Number of truncated examples."""
         ...
 
+    @property
+    def details(self) -> str:
+        """What tells evaluations of one split apart."""
+        ...
+
 
 def count(value: float | None) -> str:
     """Write a whole number with thousands separators: 1,024."""
@@ -117,14 +122,14 @@ def measured(receipt: dict[str, Any]) -> str:
     return receipt.get("measured_on") or "unknown"
 
 
-def share_of_examples(task: Scored, notes: Sequence[str] = ()) -> str:
-    """Say how many examples a score is based on, and whether they are a subset or truncated."""
+def share_of_examples(task: Scored) -> str:
+    """Say which examples a score is based on: how many, whether they are a subset or truncated, settings and notes."""
     text = f"{count(task.examples)} examples"
     if task.subset:
         text += ", a subset"
     if task.truncated:
         text += f", {count(task.truncated)} of them truncated"
-    return "; ".join([text, *notes])
+    return f"{text}; {task.details}" if task.details else text
 
 
 def rows(task: Quality) -> list[str]:

@@ -145,7 +145,7 @@ def quality(
     )  # fmt: skip
     return Quality(
         task=task.name, split=read.split.name, examples=len(examples), subset=True, truncated=read.truncated,
-        notes=["examples that the search did not see"],
+        notes=["examples that the search did not see"], settings=judge.stage.settings,
         tokens=Tokens(median=int(np.median(lengths)), longest=max(lengths)), outputs=None, **vars(compared),
     )  # fmt: skip
 

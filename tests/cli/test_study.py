@@ -2,10 +2,12 @@
 
 import shutil
 
+import numpy as np
 import pytest
 
 from approx import recipe as recipes
 from approx.errors import Exit
+from approx.evaluation.statistics import compare_correct, verdict
 from tiny_study import small_recipe, tiny_checkpoint
 
 from .conftest import call
@@ -23,6 +25,30 @@ def test_a_new_recipe_has_comments_and_no_mistakes(tmp_path):
     assert not (tmp_path / "runs").exists()
     again = call("init", "my study.yaml")
     assert (again.code, "exists already" in again.err) == (Exit.REFUSED, True)
+
+
+@pytest.mark.parametrize("task", [(), ("--task", "glue/sst2"), ("--task", "librispeech/test-clean")])
+def test_a_new_recipe_takes_enough_examples_to_settle_its_margin(task, tmp_path):
+    call("init", *task)
+    made = recipes.read(tmp_path / "study.yaml")
+    (stage,) = made.evaluate
+    assert stage.margin
+    assert stage.limit
+    # A generated task makes as many.
+    assert stage.settings.get("examples", stage.limit) == stage.limit
+    base = np.ones(stage.limit, bool)
+    one_lost = base.copy()
+    one_lost[0] = False
+    for converted in (base, one_lost):
+        interval = compare_correct(base, converted).interval
+        assert verdict(interval, stage.margin / 100, stage.limit) == ("no loss", None)
+
+
+def test_a_new_recipe_of_another_metric_has_no_limit(tmp_path):
+    call("init", "--task", "lm", "--data", "x.txt")
+    made = recipes.read(tmp_path / "study.yaml")
+    assert (made.evaluate[0].margin, made.evaluate[0].limit) == (1.0, None)
+    assert "in percent of the base's bits per byte" in made.text
 
 
 def test_a_new_recipe_names_what_was_asked_for(data, tmp_path):

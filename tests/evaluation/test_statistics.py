@@ -14,6 +14,7 @@ from approx.evaluation.statistics import (
     accuracy_interval,
     compare_correct,
     compare_scores,
+    fewest_examples,
     holm,
     ratio_interval,
     score_interval,
@@ -231,3 +232,13 @@ def test_as_many_examples_are_needed_as_make_the_interval_short_enough():
     # A loss of three times the margin is two margins away from it.
     needed = verdict((-0.035, 0.005), 0.005, 100)[1]
     assert needed == math.ceil(100 * 2**2 * (1 + 0.841621 / 1.959964) ** 2)
+
+
+@pytest.mark.parametrize("margin", [0.5, 0.01, 0.005])
+def test_the_fewest_examples_settle_a_margin_and_one_less_does_not(margin):
+    fewest = fewest_examples(margin)
+    settled = []
+    for count in (fewest - 1, fewest):
+        same = np.ones(count, bool)
+        settled.append(verdict(compare_correct(same, same).interval, margin, count)[0])
+    assert settled == ["inconclusive", "no loss"]

@@ -1,11 +1,17 @@
 """The CSV tables of a report: each value is in its own column."""
 
+import copy
 import csv
 from pathlib import Path
 
+import pytest
+
+from approx.evaluation import record as record_files
 from approx.publishing.report import write_report
 from typed import record_of
 
+ROOT = Path(__file__).resolve().parents[2]
+CLUSTERED = "layers 0–4: clustered, clusters = 25; layers 5: sdpa, –"
 MINILM = {"title": "MiniLM on SST-2 <script>alert('title')</script> & “quotes”", "checkpoint": "minilm-sst2"}
 
 
@@ -19,6 +25,7 @@ def test_every_column_of_quality_holds_its_own_figure(record, tmp_path):
     entries = record["quality"][0]["variants"]
     entries[3] |= {"p_adjusted": 0.7, "approximated": {"examples": 40, "tokens": 0.081}}
     entries[3]["seeds"] = {"seeds": [0, 1], "scores": [0.9, 0.88], "mean": 0.89, "sd": 0.014, "low": 0.88, "high": 0.9}
+    more = {"settings": "", "notes": "", "tokens_median": "", "tokens_longest": "", "fast_products": "False"}
     lines = table(record, tmp_path, "quality.csv")
     assert [line["variant"] for line in lines] == [*(entry["name"] for entry in entries), "clustered 25"]
     about = {
@@ -47,6 +54,8 @@ def test_every_column_of_quality_holds_its_own_figure(record, tmp_path):
         "seeds_sd": "0.014",
         "approximated_examples": "40",
         "approximated_tokens": "0.081",
+        **more,
+        "plan": "layers 0–4: local, window = 128; layers 5: sdpa, –",
     }
     unknown = ("needed_examples", "p_adjusted", "seeds", "seeds_mean", "seeds_sd")
     unknown += ("approximated_examples", "approximated_tokens")
@@ -61,6 +70,8 @@ def test_every_column_of_quality_holds_its_own_figure(record, tmp_path):
         "low": "-0.01",
         "high": "0.03",
         **dict.fromkeys(unknown, ""),
+        **more,
+        "plan": CLUSTERED,
     }
 
 
@@ -73,6 +84,7 @@ def test_every_column_of_speed_holds_its_own_figure(record, tmp_path):
     assert [line["role"] for line in lines[:6]] == ["base", "ceiling", *["variant"] * 4]
     base, ceiling, variant, *_, lost = lines[18:24]
     about = {**MINILM, "processor": "A Processor With a Name", "gpu": "A GPU", "device": "cpu", "dtype": "float32"}
+    about |= {"new_tokens": "", "fast_products": "", "plan": ""}
     about |= {"threads": "2", "batch": "1", "length": "2048", "mode": "forward", "inputs": "real"}
     about |= {"baseline": "default SDPA", "samples": "12", "status": "ok"}
     assert ceiling == {
@@ -103,10 +115,12 @@ def test_every_column_of_speed_holds_its_own_figure(record, tmp_path):
         "share_of_ceiling": str(entry["share_of_ceiling"]),
         "verdict": "faster",
         "chosen": "topk_attention cpu",
+        "plan": "layers 0–4: improved-clustered, clusters = 25, topk = 32; layers 5: sdpa, –",
     }
     assert (base["role"], base["name"], base["median_ms"]) == ("base", "default SDPA", "460.0")
     figures = ("median_ms", "p10_ms", "p90_ms", "peak_mb", "ratio", "low", "high", "share_of_ceiling", "verdict")
     nothing = {**dict.fromkeys(figures, ""), "samples": "0", "status": "out of memory", "chosen": ""}
+    about["plan"] = "layers 0–4: local, window = 128; layers 5: sdpa, –"
     assert lost == {**about, "role": "variant", "name": "local <128> $x$", **nothing}
 
 
@@ -116,3 +130,50 @@ def test_no_name_is_a_formula_for_a_spreadsheet(record, tmp_path):
     for name in ("quality.csv", "speed.csv"):
         line = table(record, tmp_path, name)[0]
         assert (line["title"], line["checkpoint"]) == ("'=HYPERLINK(1)", "'@SUM(A1)")
+
+
+def keys(lines: list[dict[str, str]], measured: set[str]) -> list[tuple[str, ...]]:
+    """What tells the rows of a table apart: all columns but the measured ones."""
+    return [tuple(value for name, value in line.items() if name not in measured) for line in lines]
+
+
+MEASURED = {"base_score", "score", "difference", "low", "high", "p_value", "verdict", "needed_examples", "p_adjusted"}
+MEASURED |= {"seeds_mean", "seeds_sd", "truncated", "approximated_examples", "approximated_tokens"}
+TIMED = {"median_ms", "p10_ms", "p90_ms", "peak_mb", "ratio", "low", "high", "share_of_ceiling", "verdict", "status"}
+TIMED |= {"samples", "chosen"}
+
+
+def test_one_task_at_two_lengths_has_two_keys_and_two_headings(record, tmp_path):
+    short, other = record["quality"][0], copy.deepcopy(record["quality"][0])
+    short["settings"], other["settings"] = {"length": 256, "examples": 872}, {"length": 2048, "examples": 872}
+    record["quality"] = [short, other]
+    lines = table(record, tmp_path, "quality.csv")
+    found = keys(lines, MEASURED)
+    assert len(set(found)) == len(found) == 8
+    assert {line["settings"] for line in lines} == {
+        '{"length": 256, "examples": 872}',
+        '{"length": 2048, "examples": 872}',
+    }
+    page = (tmp_path / "index.html").read_text("utf-8")
+    text = (tmp_path / "report.md").read_text("utf-8")
+    for words in ("length 256; examples 872", "length 2,048; examples 872"):
+        assert f"872 examples; {words}" in page
+        assert f"glue/sst2, dev: 872 examples; {words}" in text
+        # The figures of the summary are told apart too.
+        assert f"(dev; {words})" in text
+
+
+def test_plans_are_in_both_tables(record, tmp_path):
+    quality, speed = (table(record, tmp_path, name) for name in ("quality.csv", "speed.csv"))
+    assert {line["plan"] for line in quality if line["variant"] == "clustered 25"} == {CLUSTERED}
+    assert {line["plan"] for line in speed if line["name"] == "clustered 25"} == {CLUSTERED}
+    assert {line["plan"] for line in speed if line["role"] != "variant"} == {""}
+
+
+@pytest.mark.parametrize("folder", sorted((ROOT / "reports" / "records").glob("*.json")), ids=lambda path: path.stem)
+def test_no_two_rows_of_a_report_have_one_key(folder, tmp_path):
+    write_report([record_files.load(folder)], tmp_path)
+    for name, measured in (("quality.csv", MEASURED), ("speed.csv", TIMED)):
+        with (tmp_path / name).open(encoding="utf-8", newline="") as file:
+            found = keys(list(csv.DictReader(file)), measured)
+        assert len(set(found)) == len(found), name

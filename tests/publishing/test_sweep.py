@@ -113,6 +113,7 @@ def test_a_sweep_keeps_all_that_was_measured_of_a_plan():
             {
                 **about,
                 **TASK,
+                "details": "",
                 "base": 0.9,
                 "score": {"mean": 0.8, "sd": None, "seeds": 1},
                 "difference": {"mean": -0.1, "sd": None, "seeds": 1},
@@ -141,7 +142,7 @@ def test_every_column_of_the_table_and_of_its_csv_holds_its_own_figure():
         ["a", "80.0", "-10.0", "", "", "-10.00 … 10.00", "inconclusive", "1.25×"],
     ]
     about = {"checkpoint": "base", "machine": "a processor, 2 threads, torch 2.13.0", "base": "0.9", "score_sd": ""}
-    about |= {name: str(value) for name, value in TASK.items()} | {"difference_sd": "", "seeds": "1"}
+    about |= {name: str(value) for name, value in TASK.items()} | {"details": "", "difference_sd": "", "seeds": "1"}
     about |= {"low": "-0.1", "high": "0.1", "verdict": "inconclusive"}
     assert list(csv.DictReader(sweep.comma_separated(made).splitlines())) == [
         {
@@ -228,3 +229,11 @@ def test_a_machine_is_told_by_what_is_known_of_it():
 
 def test_a_bar_in_a_name_does_not_end_a_cell():
     assert "| a\\|b | 90.0 |" in sweep.markdown("T", None, results_of(cell("evaluate", "a|b")))
+
+
+def test_one_task_with_two_settings_is_two_tables_and_not_two_seeds():
+    cells = [cell("evaluate", "a"), cell("evaluate", "a")]
+    for one, length in zip(cells, (256, 512), strict=True):
+        task_of(one).settings = {"length": length}
+    titles = [table.title for table in sweep.layout(results_of(*cells))]
+    assert [title.partition("; length ")[2].partition(",")[0] for title in titles] == ["256", "512"]

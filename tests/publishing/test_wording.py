@@ -130,8 +130,8 @@ def test_a_change_is_told_roughly_and_in_units_of_its_task():
 
 def test_what_a_score_stands_on_is_told_with_what_must_be_known_of_it():
     assert wording.share_of_examples(part_of(Quality, examples=1000)) == "1,000 examples"
-    told = part_of(Quality, examples=1000, subset=True, truncated=1200)
-    assert wording.share_of_examples(told, ["read to 512 tokens", "no titles"]) == (
+    told = part_of(Quality, examples=1000, subset=True, truncated=1200, notes=["read to 512 tokens", "no titles"])
+    assert wording.share_of_examples(told) == (
         "1,000 examples, a subset, 1,200 of them truncated; read to 512 tokens; no titles"
     )
 

@@ -71,7 +71,7 @@ def memory_limit(device: torch.device) -> Iterator[None]:
 
     held = next(int(line.split()[1]) * 1024 for line in status.open() if line.startswith("VmData:"))
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = held + _available_bytes()
+    limit = held + available_bytes(device)
     if soft != resource.RLIM_INFINITY:
         limit = min(limit, soft)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
@@ -81,8 +81,10 @@ def memory_limit(device: torch.device) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
-def _available_bytes() -> int:
-    """Return the available memory: the machine's or the container's, whichever is less."""
+def available_bytes(device: torch.device) -> int:
+    """Return the available memory of a device: on CPU the machine's or the container's, whichever is less."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
     available = psutil.virtual_memory().available
     limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
     if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":

@@ -1,11 +1,11 @@
-"""Estimate time and memory of a training from one trial step of each mode."""
+"""Estimate time and memory of a training from trial steps of each mode, which are no larger than fits into half the memory."""
 
 import time
 from typing import Any
 
 import torch
 
-from approx.evaluation.memory import peak_mb
+from approx.evaluation.memory import available_bytes, peak_mb
 from approx.finetuning import data, parameters
 from approx.finetuning.options import FinetuneStage
 from approx.finetuning.phase import Phase
@@ -17,6 +17,9 @@ _BYTES_OF_TRAINED = 8
 
 def estimate(model: Any, phase: Phase, prepared: Preparation, options: FinetuneStage) -> dict[str, Any]:
     """Estimate time and memory of a mode from trial steps; the model is not changed.
+
+    The first step has one of the longest inputs. A step of a whole batch follows only if it would take at most half of the
+    available memory; otherwise the steps have as many inputs as would, and time and memory grow in proportion.
 
     Args:
         model: The model.
@@ -30,9 +33,7 @@ def estimate(model: Any, phase: Phase, prepared: Preparation, options: FinetuneS
     """
     rows = sorted(range(len(prepared.data.rows)), key=prepared.data.tokens)
     count = phase.batch_size // phase.accumulate
-    # Time is measured on inputs of median length, memory on the longest.
-    middle = max(len(rows) // 2 - count // 2, 0)
-    usual, longest = rows[middle : middle + count], rows[-count:]
+    count, device = min(count, len(rows)), torch.device(model.device)
 
     def step(chosen: list[int]) -> None:
         inputs = data.tensors_to(model.device, prepared.data.batch(chosen, 0), model.dtype)
@@ -51,11 +52,26 @@ def estimate(model: Any, phase: Phase, prepared: Preparation, options: FinetuneS
         for name, parameter in named.items():
             parameter.requires_grad_(name in set(phase.trained))
         model.train()
+
+        def peak(inputs: int) -> float:
+            return peak_mb(lambda: step(rows[-inputs:]), device)
+
+        # Memory is measured on the longest inputs, time on those of median length.
+        needed = first = peak(1)
+        tried = 1
+        if count > 1:
+            needed = peak(2)
+            # The gradients are in the first already.
+            more = max(needed - first, 1e-6)
+            room = int((available_bytes(device) / 2e6 - first) / more) + 1
+            tried = min(count, max(room, 2))
+            needed = peak(tried) if tried == count else first + more * (count - 1)
+        middle = max(len(rows) // 2 - tried // 2, 0)
+        usual = rows[middle : middle + tried]
         step(usual)
         began = time.perf_counter()
         step(usual)
-        each = time.perf_counter() - began
-        needed = peak_mb(lambda: step(longest), torch.device(model.device))
+        each = (time.perf_counter() - began) * count / tried
     finally:
         model.train(training)
         if adapted:

@@ -18,6 +18,8 @@ from matplotlib.figure import Figure
 # Placeholders that matplotlib can draw with, replaced by CSS colours.
 INK, FAINT = "#010203", "#040506"
 _PAGE_COLOURS = {INK: "currentColor", FAINT: "var(--faint)"}
+# Inches of a line of the legend, beyond those that every size allows for.
+_LEGEND_COLUMNS, _LEGEND_LINE, _LEGEND_FREE = 2, 0.2, 4
 _SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "path",
     "font.family": "DejaVu Sans",
@@ -55,8 +57,11 @@ def draw(identity: str, description: str, paint: Callable[[Axes], None], inches:
         axes = figure.add_subplot()
         axes.patch.set_visible(False)
         paint(axes)
-        if axes.get_legend_handles_labels()[0]:
-            figure.legend(loc="outside lower center", ncols=2, fontsize=8.5)
+        if entries := axes.get_legend_handles_labels()[0]:
+            # The legend gets room of its own, so that it does not shrink the plot.
+            lines = -(-len(entries) // _LEGEND_COLUMNS)
+            figure.set_size_inches(inches[0], inches[1] + _LEGEND_LINE * max(lines - _LEGEND_FREE, 0))
+            figure.legend(loc="outside lower center", ncols=_LEGEND_COLUMNS, fontsize=8.5)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     return _for_the_page(buffer.getvalue(), identity, description)

@@ -31,6 +31,8 @@ _LEAST = (0.7, 2.0)
 _LINEAR_POINTS = 2
 _POINTS = (-100, -50, -20, -10, -5, -2, -1, 0, 1, 2, 5, 10, 20, 50, 100)
 _LEGEND_CHARACTERS = 40
+# A margin of so many times the largest difference would cover the plot.
+_WIDEST_MARGIN = 3
 
 
 def colours(record: Record) -> dict[str, str]:
@@ -51,8 +53,10 @@ def _other_colour(name: str) -> str:
     return _OTHER_COLOURS[zlib.crc32(name.encode("utf-8", "replace")) % len(_OTHER_COLOURS)]
 
 
-def speed_figure(rows: list[Speed], record: Record, identity: str) -> Markup:
+def speed_figure(rows: list[Speed], record: Record, identity: str) -> Markup | None:
     """Plot speed relative to exact attention against length, with the ceiling, for one machine and setting.
+
+    None if there is nothing to plot, because no speed is settled.
 
     Args:
         rows: Entries of "speed" that differ only in length, shortest first.
@@ -60,6 +64,10 @@ def speed_figure(rows: list[Speed], record: Record, identity: str) -> Markup:
         identity: Unique in the page; prefix of all ids in the drawing.
     """
     measured = [row.length for row in rows]
+    relative = [(row, one) for row in rows for one in (*row.variants, *([row.ceiling] if row.ceiling else []))]
+    # What ran out of memory is marked too.
+    if all(one.status == "ok" and row.believed(one).ratio is None and row.base.status == "ok" for row, one in relative):
+        return None
 
     def paint(axes: Axes) -> None:
         axes.set_xscale("log", base=2)
@@ -67,7 +75,11 @@ def speed_figure(rows: list[Speed], record: Record, identity: str) -> Markup:
         noise = [(row.length, *row.spread.interval) for row in rows if row.spread and row.spread.interval]
         if noise:
             lengths, low, high = zip(*noise, strict=True)
-            axes.fill_between(lengths, low, high, color=INK, alpha=0.12, linewidth=0, label="exact against itself")
+            band = {"color": INK, "alpha": 0.12, "linewidth": 0, "label": "exact against itself"}
+            if len(noise) > 1:
+                axes.fill_between(lengths, low, high, **band)
+            else:
+                axes.axhspan(low[0], high[0], **band)
         axes.axhline(1, color=INK, linewidth=1)
         ceiling = {row.length: ratio for row in rows if row.ceiling and (ratio := row.believed(row.ceiling).ratio)}
         axes.plot(
@@ -76,6 +88,9 @@ def speed_figure(rows: list[Speed], record: Record, identity: str) -> Markup:
             color=INK,
             linestyle=(0, (5, 3)),
             linewidth=1.2,
+            # A line of one point would not be seen.
+            marker="_" if len(ceiling) == 1 else None,
+            markersize=14,
             label="ceiling: attention removed" if ceiling else None,
         )
         for variant, (colour, marker) in _styles(record).items():
@@ -127,7 +142,9 @@ def quality_figure(task: Quality, rows: list[Speed], record: Record, identity: s
         axes.set_xscale("log", base=2)
         scale = wording.scale(task)
         margin = max((entry.margin or 0 for entry in task.variants), default=0) * scale
-        axes.axhspan(-margin, margin, color=INK, alpha=0.1, linewidth=0, label="within the margin")
+        reach = _reach(task, row)
+        if margin <= _WIDEST_MARGIN * reach:
+            axes.axhspan(-margin, margin, color=INK, alpha=0.1, linewidth=0, label="within the margin")
         axes.axhline(0, color=INK, linewidth=0.8)
         axes.axvline(1, color=INK, linewidth=0.8)
         axes.plot([1], [0], marker="o", color=INK, linestyle="", markersize=6, label="exact")
@@ -167,6 +184,9 @@ def quality_figure(task: Quality, rows: list[Speed], record: Record, identity: s
     caption = (
         f"{task.task} ({task.split}) against speed at {wording.count(row.length)} tokens on {wording.setting(row)}."
     )
+    margin = max((entry.margin or 0 for entry in task.variants), default=0)
+    if margin * wording.scale(task) > _WIDEST_MARGIN * _reach(task, row):
+        caption += f" All differences are far within the margin of {wording.margin(task.variants[0], task)}, which is not shown."
     end = longest_input(task)
     if untested:
         caption += f" Not shown, because untested: {', '.join(untested)}."
@@ -174,6 +194,13 @@ def quality_figure(task: Quality, rows: list[Speed], record: Record, identity: s
         caption += f" The task's own inputs have fewer than {wording.count(end)} tokens."
     description = f"{caption} Further right is faster, further up is better."
     return draw(identity, description, paint, (4.9, 4.2)), caption
+
+
+def _reach(task: Quality, row: Speed) -> float:
+    """The largest difference or end of an interval that the plot shows."""
+    shown = [entry for entry in task.variants if variant_of(row.variants, entry.name)]
+    ends = [abs(end) for entry in shown for end in (entry.difference, *(entry.interval or ()))]
+    return max(ends, default=0.0) * wording.scale(task)
 
 
 def _unbeaten(task: Quality, row: Speed) -> list[tuple[float, float]]:

@@ -111,16 +111,19 @@ def _answer(variant: Variant, record: Record) -> Answer:
         sentences.append("Its speed was not measured.")
     tasks = [(task, entry) for task in record.quality if (entry := variant_of(task.variants, name))]
     for task, entry in tasks:
-        value, what = wording.change(entry, task), f"{wording.units(task)} on {task.task}"
+        # Evaluations of one split at several settings have labels of their own.
+        alike = sum((other.task, other.split) == (task.task, task.split) for other, _ in tasks)
+        which = f", {task.split}" if sum(other.task == task.task for other, _ in tasks) > alike else ""
+        which += f", {task.details}" if alike > 1 and task.details else ""
+        value, what = wording.change(entry, task), f"{wording.units(task)} on {task.task}{which}"
         if not wording.tested(entry):
-            value, what = "not tested", f"quality on {task.task}: attention is exact on nearly all inputs"
+            value, what = "not tested", f"quality on {task.task}{which}: attention is exact on nearly all inputs"
         figures.append(Figure(value, what, wording.tone(entry)))
         loss, verdict = wording.loss(entry, task), wording.verdict(entry, task)
         if wording.tested(entry) and entry.approximated:
             verdict += f"; attention is approximated on {wording.approximated(entry, task)}"
-        alike = sum((other.task, other.split) == (task.task, task.split) for other, _ in tasks)
-        which = f"{task.split}; {task.details}" if alike > 1 and task.details else task.split
-        sentences.append(f"It {loss} on {task.task} ({which}): {verdict}.")
+        place = f"{task.split}; {task.details}" if alike > 1 and task.details else task.split
+        sentences.append(f"It {loss} on {task.task} ({place}): {verdict}.")
     if not tasks:
         sentences.append("Its quality was not measured.")
     if caveat := _beyond_quality([task for task, _ in tasks], groups):

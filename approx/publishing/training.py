@@ -73,7 +73,8 @@ def training_figure(trained: Trained, colour: str, identity: str) -> Markup | No
                         values,
                         color=colour,
                         linewidth=1.4,
-                        marker="o" if key == "validation" else None,
+                        # A line of one point would not be seen.
+                        marker="o" if key == "validation" or len(points) == 1 else None,
                         markersize=3,
                     )
                 part.set_ylabel(label)

@@ -43,9 +43,33 @@ def test_a_trial_step_tells_time_and_memory_and_leaves_the_model_alone(recover, 
     weights = sum(one.numel() * 4 for one in model.parameters())
     if "lora" not in recover:
         assert found["memory_mb"] == pytest.approx(3.0 + (weights + 8 * found["trained"]) / 1e6, abs=0.06)
-    assert len(peaks) == 2
+    assert len(peaks) == 6
     assert state.keys() == model.state_dict().keys()
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
     assert free == {name: one.requires_grad for name, one in model.named_parameters()}
     assert all(one.grad is None for one in model.parameters())
     assert not model.training
+
+
+@pytest.mark.parametrize(("room_mb", "largest"), [(1000.0, 8), (9.0, 4), (1.0, 2)])
+def test_trial_steps_begin_with_one_input_and_fill_half_the_memory_at_most(room_mb, largest, tmp_path, monkeypatch):
+    model = model_of()
+    stage = options_of(write_sst2(tmp_path), recover=["task"], steps=50, batch_size=8)
+    prepared = prepare_training(model, tiny_tokenizer(), stage)
+    sizes = []
+    batch = type(prepared.data).batch
+
+    def counted(self, rows, seed):
+        sizes.append(len(rows))
+        return batch(self, rows, seed)
+
+    monkeypatch.setattr(type(prepared.data), "batch", counted)
+    # Half a megabyte for the gradients, one for each input.
+    monkeypatch.setattr(estimating, "peak_mb", lambda step, device: step() or 0.5 + sizes[-1])
+    monkeypatch.setattr(estimating, "available_bytes", lambda device: int(room_mb * 1e6))
+    found = estimate(model, prepared.phases[0], prepared, stage)
+    assert sizes[:2] == [1, 2]
+    assert max(sizes) == largest
+    # Of a whole batch in any case.
+    weights = sum(one.numel() * 4 for one in model.parameters())
+    assert found["memory_mb"] == pytest.approx(8.5 + (weights + 8 * found["trained"]) / 1e6, abs=0.06)

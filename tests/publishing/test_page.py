@@ -65,7 +65,7 @@ def test_markup_in_a_name_is_text_in_the_markdown(record):
 def test_a_drawing_takes_the_colours_and_ids_of_its_page(record):
     shown = page.html([record_of(record)])
     (first, *_) = re.findall(r"<svg.*?</svg>", shown, flags=re.DOTALL)
-    assert 'viewBox="0 0 388.8 302.4"' in first
+    assert 'viewBox="0 0 352.8 302.4"' in first
     assert "currentColor" in first
     assert "var(--faint)" in first
     assert "#010203" not in shown
@@ -74,5 +74,25 @@ def test_a_drawing_takes_the_colours_and_ids_of_its_page(record):
     assert "xlink" not in first
     ids = re.findall(r'\bid="([^"]+)"', first)
     used = re.findall(r'href="#([^"]+)"', first) + re.findall(r"url\(#([^)]+)\)", first)
-    assert all(name.startswith("r1-speed-0-") for name in ids)
+    assert all(name.startswith("r1-both-0-0-") for name in ids)
     assert set(used) <= set(ids)
+
+
+def test_the_first_plot_comes_before_the_sentences_and_only_once(record):
+    shown = page.html([record_of(record)])
+    assert shown.index('class="advice"') < shown.index("<svg") < shown.index('class="answers"')
+    assert shown.count('id="r1-both-0-0-figure_1"') == 1
+    # On a narrow screen every figure of a row has its name.
+    assert 'data-label="difference"' in shown
+    assert 'data-label="verdict"' in shown
+
+
+def test_speeds_that_are_not_settled_have_no_empty_plot(record):
+    record["quality"] = []
+    for row in record["speed"]:
+        # Exact attention against itself varies by more than half.
+        row["spread"] = {"ratio": 1.0, "interval": [0.5, 2.0]}
+    record["speed"] = record["speed"][:3]
+    shown = page.html([record_of(record)])
+    assert "No ratio is settled, so there is no plot." in shown
+    assert "<svg" not in shown

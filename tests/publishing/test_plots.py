@@ -190,3 +190,12 @@ def test_variants_of_one_mechanism_share_a_colour_and_not_a_marker(record):
     styles = plots._styles(part_of(Record, variants=variants))
     assert {colour for colour, _ in styles.values()} == {plots.COLOURS["local"]}
     assert len({marker for _, marker in styles.values()}) == 2
+
+
+def test_a_margin_far_beyond_all_differences_does_not_cover_the_plot(record):
+    for entry in record["quality"][0]["variants"]:
+        entry |= {"margin": 40.0}
+    made = record_of(record)
+    drawn = plots.quality_figure(made.quality[0], made.speed, made, "x")
+    assert drawn is not None
+    assert "is not shown" in drawn[1]

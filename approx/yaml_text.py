@@ -17,7 +17,15 @@ _FLOAT = re.compile(r"^[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9_]+)[eE][-+]?[0-9]+$
 
 
 class _Loader(yaml.SafeLoader):
-    pass
+    def construct_scalar(self, node: Any) -> Any:
+        """The text of a node; pairs of surrogates, as JSON writes characters beyond 16 bits, become one character."""
+        value = super().construct_scalar(node)
+        try:
+            return value.encode("utf-16", "surrogatepass").decode("utf-16") if isinstance(value, str) else value
+        except UnicodeDecodeError:
+            raise yaml.constructor.ConstructorError(
+                None, None, "half of a surrogate pair is not a character", node.start_mark
+            ) from None
 
 
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))

@@ -21,7 +21,7 @@ from approx.cli import (
     sweep,
 )
 from approx.cli.command import Group, exit_codes
-from approx.cli.terminal import Terminal
+from approx.cli.terminal import Terminal, open_streams
 
 # The commands report what matters themselves.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -77,5 +77,6 @@ environment.add_to(app)
 
 def main() -> None:
     """Entry point of the `approx` command; SIGTERM, as of a scheduler, ends it as Ctrl-C does."""
+    open_streams()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     app()

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from approx.cli.terminal import Terminal
+from approx.cli.terminal import Terminal, silence
 from approx.errors import ApproxError, Exit
 
 _EVERYWHERE = "Every command"
@@ -77,6 +77,7 @@ def command(
             terminal = Terminal(**{name: given.pop(name) for name in _SHARED})
             with (
                 _reported_errors(terminal, interrupted),
+                _usable_place(),
                 terminal.noting("approx_kernels"),
                 terminal.noting("approx.evaluation"),
             ):
@@ -101,6 +102,10 @@ class Group(TyperGroup):
         standalone = extra.pop("standalone_mode", True)
         try:
             code = super().main(typed, "approx", *more, standalone_mode=False, **extra)
+        except (BrokenPipeError, SystemExit):
+            # A help that `head` cuts off; rich and click end the process then.
+            silence(sys.stdout)
+            code = Exit.OK
         except Exception as error:
             # The error's class is Typer's in some versions and click's in others.
             if not hasattr(error, "format_message"):
@@ -136,11 +141,36 @@ def _reported_errors(terminal: Terminal, interrupted: str) -> Iterator[None]:
     except (typer.Exit, typer.Abort):
         raise
     except BrokenPipeError:
-        # The reader, such as `head`, closed the pipe. Python would fail at exit when it flushes the rest.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader, such as `head`, closed the pipe of the result. Python would fail at exit when it flushes the rest.
+        silence(sys.stdout)
         raise typer.Exit(Exit.OK) from None
     except (Exception, KeyboardInterrupt) as error:
         raise typer.Exit(_report(terminal, *_diagnosis(error, interrupted))) from None
+
+
+@contextlib.contextmanager
+def _usable_place() -> Iterator[None]:
+    """Check what every command relies on: a current folder, and names that Rust libraries and records can hold.
+
+    Raises:
+        ApproxError: saying what to change.
+    """
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ApproxError(
+            f"The current folder cannot be opened ({error.strerror}); maybe it was deleted. Change to another folder and run the "
+            "command again.",
+            Exit.UNAVAILABLE,
+        ) from None
+    for word in sys.argv[1:]:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise ApproxError(
+                f"{word!a} is not UTF-8 text, as the names of files and folders have to be. Rename it: mv OLD NEW."
+            ) from None
+    yield
 
 
 def _diagnosis(error: BaseException, interrupted: str) -> tuple[str, Exit]:
@@ -174,9 +204,14 @@ def _usage(error: Any) -> str:
 
 def _report(terminal: Terminal, message: str, code: Exit) -> int:
     message = scrubbed(message)
-    if terminal.debug:
-        terminal.err.print(scrubbed(traceback.format_exc()))
-    terminal.error(message)
-    if terminal.json_output:
-        terminal.result({"error": message, "exit_code": int(code)})
+    try:
+        if terminal.debug:
+            terminal.err.print(scrubbed(traceback.format_exc()))
+        terminal.error(message)
+        if terminal.json_output:
+            terminal.result({"error": message, "exit_code": int(code)})
+    except OSError:
+        # Nobody reads it, or the disk of a log is full; the exit code still says it.
+        silence(sys.stdout)
+        silence(sys.stderr)
     return int(code)

@@ -153,6 +153,8 @@ def evaluate(
         # Whoever held it before may have written it.
         options.check_output(output, force)
         options.check_output(outputs, force)
+        if outputs is not None:
+            record.refuse_foreign_outputs(outputs)
         made = api.evaluate(
             model, task, against=against, data=data, split=split, limit=limit, streaming=streaming,
             settings=options.task_settings(set_, columns, labels), truncate=truncate or max_length is not None, max_length=max_length,

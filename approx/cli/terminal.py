@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import os
 import re
 import sys
 import threading
@@ -184,10 +185,35 @@ class _PlainConsole(Console):
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(visible(segment.text), segment.style)
 
+    def on_broken_pipe(self) -> None:
+        """Go on without a reader: rich would end the command, whose output may be half done."""
+        silence(self.file)
+
+
+def silence(stream: Any) -> None:
+    """Send what is still printed to a stream to the null device."""
+    # In a test or a notebook a stream may not be a file.
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
 
 def visible(text: str, escape: str = "\\x") -> str:
     """Write control characters as escapes, such as \\x1b; a tab and a line break stay."""
     return _CONTROLS.sub(lambda found: f"{escape}{ord(found[0]):02x}", text)
+
+
+def open_streams() -> None:
+    """Open the null device for each standard stream that the caller has closed.
+
+    Otherwise the next file that is opened, such as a record, takes its number, and what a library prints lands in that file.
+    """
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115 - it stays open
 
 
 def _console(*, stderr: bool) -> Console:

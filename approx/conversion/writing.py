@@ -1,7 +1,6 @@
 """Write a converted checkpoint: an ordinary folder that stock transformers loads, with code, model card and receipt."""
 
 import json
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from approx.checkpoints import families, foreign
-from approx.checkpoints.atomic_folder import atomic_folder
+from approx.checkpoints.atomic_folder import atomic_folder, keep_failed
 from approx.checkpoints.checkpoint import Checkpoint, processor
 from approx.checkpoints.history import Base, CalibrationText, Conversion
 from approx.checkpoints.receipt import RECEIPT, Check, Receipt
@@ -71,9 +70,7 @@ def write_checked(
             (folder / RECEIPT).write_text(json.dumps(receipt.model_dump(), indent=1) + "\n", encoding="utf-8")
             write_card(folder, checkpoint, receipt)
         if failed := [check for check in results if check.passed is False]:
-            kept = out.with_name(f"{out.name}.failed")
-            shutil.rmtree(kept, ignore_errors=True)
-            shutil.copytree(folder, kept)
+            kept = keep_failed(folder, out)
             details = "; ".join(f"{check.name}: {check.detail}" for check in failed)
             raise ApproxError(
                 f"{what} did not pass its checks ({details}). Nothing was written to {out}; the result is kept as {kept} "

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -23,6 +24,8 @@ from approx_kernels.runtime.atomic_file import atomic_file
 SCHEMA: Final = 1
 # Mistakes of a damaged record that its error lists.
 _SHOWN = 12
+# The mark of a parquet file that this tool wrote.
+_MADE = {b"approx": b"outputs of each example"}
 
 
 def save(path: Path, record: Record) -> None:
@@ -82,6 +85,14 @@ def validated(data: Any, what: str, exit_code: Exit) -> Record:
             "Make the record again, or use the version that made it.",
             exit_code,
         )
+    try:
+        json.dumps(data, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ApproxError(
+            f"{what} is damaged: it holds half of a surrogate pair, which is not a character. Make it again with the command that "
+            "made it.",
+            exit_code,
+        ) from None
     record, mistakes = validate(Record, data, "record")
     if record is None:
         listed = "; ".join(one.text.rstrip(".") for one in mistakes[:_SHOWN])
@@ -120,8 +131,35 @@ def write_outputs(path: Path, columns: dict[str, Sequence[Any]]) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    table = pyarrow.table({name: list(values) for name, values in columns.items()})
+    table = pyarrow.table({name: list(values) for name, values in columns.items()}).replace_schema_metadata(_MADE)
     _write(Path(path), lambda temporary: pyarrow.parquet.write_table(table, temporary))
+
+
+def refuse_foreign_outputs(path: Path) -> None:
+    """Check that a file of per-example outputs, which no option names, is ours before it is replaced.
+
+    Args:
+        path: The parquet file. Earlier versions did not mark it, but the record beside it names it.
+
+    Raises:
+        ApproxError: if it is the user's (exit code 8).
+    """
+    if not path.exists():
+        return
+    import pyarrow
+    import pyarrow.parquet
+
+    with contextlib.suppress(OSError, pyarrow.ArrowException):
+        if _MADE.items() <= (pyarrow.parquet.read_schema(path).metadata or {}).items():
+            return
+    with contextlib.suppress(ApproxError):
+        if path.name in [one.outputs for one in load(path.with_suffix(".json")).quality]:
+            return
+    raise ApproxError(
+        f"{path} would hold the outputs of each example, but exists and was not written by approx; --force replaces only the record. "
+        "Move it away, or choose another output.",
+        Exit.REFUSED,
+    )
 
 
 def _refuse_constant(name: str) -> None:

@@ -2,13 +2,18 @@
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from approx.checkpoints import families
+from approx.checkpoints.atomic_folder import claim, remove
 from approx.checkpoints.integrity import state_sha256
 from approx.errors import ApproxError, Exit
 from approx.evaluation import distributed
@@ -20,6 +25,38 @@ from approx.finetuning.preparation import Preparation, measure_of, prepare_train
 from approx.finetuning.trainer import disk_errors, train
 from approx.tasks.metrics import METRICS
 from approx_kernels.runtime.atomic_file import write_whole
+
+_STATE = "training.json"
+
+
+class About(BaseModel):
+    """What a training is about; another one does not go on with its state."""
+
+    model_config = ConfigDict(strict=True)
+
+    options: dict[str, Any]
+    data: str
+    model: str
+    weights: str
+    sites: dict[str, Any]
+
+
+class Begun(BaseModel):
+    """The state of an unfinished training, in `training.json`.
+
+    Attributes:
+        about: The training.
+        scored: Whether the two scores below were measured.
+        exact: Score with exact attention; None for an exact model.
+        before: Score before the first step; None if the model has no score.
+    """
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    about: About
+    scored: bool = False
+    exact: float | None = None
+    before: float | None = None
 
 
 @dataclass
@@ -108,17 +145,43 @@ def finetune(
     progress("read the data", 0, 1)
     prepared = prepare_training(model, processor, options, teacher)
     if restart and distributed.leads():
-        shutil.rmtree(folder, ignore_errors=True)
-    begun = _claim(folder, model, prepared, options, resume=resume)
+        claim(folder, "training", "a training", has_begun)
+        remove(folder, "training")
+    begun = _begun(folder, model, prepared, options, resume=resume)
+    with _removed_if_empty(folder) if not resume and distributed.leads() else nullcontext():
+        return _trained(folder, model, prepared, options, begun, resume, progress)
+
+
+@contextmanager
+def _removed_if_empty(folder: Path) -> Iterator[None]:
+    """Remove the folder of a new training after an error, if there is no state to continue from."""
+    try:
+        yield
+    except ApproxError:
+        if not any(folder.glob("*/checkpoint-*")) and not any(folder.glob("*/finished.json")):
+            remove(folder, "training")
+        raise
+
+
+def _trained(
+    folder: Path,
+    model: Any,
+    prepared: Preparation,
+    options: FinetuneStage,
+    begun: Begun,
+    resume: bool,
+    progress: Progress,
+) -> Healing:
     progress("score before training", 0, 1)
-    again = "before" in begun
-    exact, before = (begun["exact"], begun["before"]) if again else _before(model, prepared.measure)
+    again = begun.scored
+    exact, before = (begun.exact, begun.before) if again else _before(model, prepared.measure)
     if not again:
-        _keep(folder, {**begun, "exact": exact, "before": before})
+        _keep(folder, Begun(about=begun.about, scored=True, exact=exact, before=before))
     if options.budget is not None:
         prepared.measure.enough = _enough(prepared.measure, exact, before, options)
         if before is not None and prepared.measure.suffices(before) and not again:
-            shutil.rmtree(folder, ignore_errors=True)
+            if distributed.leads():
+                remove(folder, "training")
             beside = "" if exact is None else f", {exact:.4f} with exact attention"
             raise BudgetMetError(
                 f"The budget {options.budget} is met before training: {prepared.measure.name} is {before:.4f} on "
@@ -210,7 +273,15 @@ def _enough(measure: Measure, exact: float | None, before: float | None, options
     return exact + allowed if measure.lower_is_better else exact - allowed
 
 
-def _claim(folder: Path, model: Any, prepared: Preparation, options: FinetuneStage, *, resume: bool) -> dict[str, Any]:
+def has_begun(folder: Path) -> bool:
+    """Whether a folder holds the state of a training, also of an earlier version, which made no claims."""
+    try:
+        return isinstance(json.loads((folder / _STATE).read_bytes())["about"]["weights"], str)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
+
+
+def _begun(folder: Path, model: Any, prepared: Preparation, options: FinetuneStage, *, resume: bool) -> Begun:
     """Claim a folder for this training, or check that it holds this training; return the stored state."""
     settings = json.loads(model.config.to_json_string(use_diff=False))
     about = {
@@ -221,13 +292,13 @@ def _claim(folder: Path, model: Any, prepared: Preparation, options: FinetuneSta
         "config": {key: value for key, value in settings.items() if key != "_name_or_path"},
         "sites": (getattr(model.config, "approx", None) or {}).get("sites", {}),
     }
-    about = json.loads(json.dumps(about))
-    file = folder / "training.json"
+    about = About.model_validate(json.loads(json.dumps(about)))
+    file = folder / _STATE
     # The leading process removes and writes this file, maybe before another one looks for it.
-    found = distributed.agree(file.read_text(encoding="utf-8") if distributed.leads() and file.is_file() else None)
-    if found and resume:
-        kept = json.loads(found)
-        if different := [what for what in about if kept["about"].get(what) != about[what]]:
+    found = distributed.agree(file.read_bytes() if distributed.leads() and file.is_file() else None)
+    if found is not None and resume:
+        kept = _read(file, found)
+        if different := [what for what in About.model_fields if getattr(kept.about, what) != getattr(about, what)]:
             words = {
                 "options": "options",
                 "data": "examples",
@@ -241,23 +312,48 @@ def _claim(folder: Path, model: Any, prepared: Preparation, options: FinetuneSta
                 "with the same ones, or start over with --force.",
                 Exit.REFUSED,
             )
+        if distributed.leads():
+            claim(folder, "training", "a training", has_begun)
         return kept
-    if found:
+    if found is not None:
         raise ApproxError(
             f"{folder} holds an unfinished training. Continue it with --resume, or start over with --force.",
             Exit.REFUSED,
         )
     if resume:
         raise ApproxError(f"There is nothing to resume: {folder} holds no training.", Exit.UNAVAILABLE)
-    kept = {"about": about}
+    kept = Begun(about=about)
     _keep(folder, kept)
     return kept
 
 
-def _keep(folder: Path, kept: dict[str, Any]) -> None:
+def _read(file: Path, text: bytes) -> Begun:
+    try:
+        state = json.loads(text)
+        if isinstance(state, dict) and "scored" not in state:
+            # An earlier version wrote both scores or none.
+            state["scored"] = "before" in state
+        return Begun.model_validate(state)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(file, error) from None
+
+
+def _damaged(file: Path, error: Exception) -> ApproxError:
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False)[0]
+        reason = ": ".join([".".join(map(str, first["loc"])), first["msg"]] if first["loc"] else [first["msg"]])
+    else:
+        reason = " ".join(str(error).split())[:200]
+    return ApproxError(
+        f"{file} is damaged: {reason}. The training cannot go on from there; start over with --force instead of --resume.",
+        Exit.UNAVAILABLE,
+    )
+
+
+def _keep(folder: Path, kept: Begun) -> None:
     if distributed.leads():
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / "training.json", json.dumps(kept))
+        claim(folder, "training", "a training", has_begun)
+        write_whole(folder / _STATE, kept.model_dump_json())
 
 
 def _finish(place: Path, model: Any, outcome: Outcome) -> None:
@@ -275,7 +371,16 @@ def _finish(place: Path, model: Any, outcome: Outcome) -> None:
 
 
 def _finished(place: Path, model: Any) -> Outcome | None:
-    if not (place / "finished.json").is_file():
+    file = place / "finished.json"
+    if not file.is_file():
         return None
-    model.load_state_dict(load_file(place / "finished.safetensors"))
-    return Outcome(**json.loads((place / "finished.json").read_text(encoding="utf-8")))
+    try:
+        outcome = TypeAdapter(Outcome, config=ConfigDict(strict=True)).validate_json(file.read_bytes())
+    except ValidationError as error:
+        raise _damaged(file, error) from None
+    file = place / "finished.safetensors"
+    try:
+        model.load_state_dict(load_file(file))
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise _damaged(file, error) from None
+    return outcome

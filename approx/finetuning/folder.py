@@ -1,12 +1,18 @@
 """Train a checkpoint into a new folder, which gets its name only after the checks."""
 
-import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from approx.checkpoints import checkpoint
-from approx.checkpoints.atomic_folder import held, refuse_existing, refuse_overlap, refuse_unwritable
+from approx.checkpoints.atomic_folder import (
+    held,
+    refuse_existing,
+    refuse_overlap,
+    refuse_unclaimed,
+    refuse_unwritable,
+    remove,
+)
 from approx.checkpoints.checkpoint import Checkpoint
 from approx.checkpoints.foreign import carried
 from approx.checkpoints.history import Training, trainings
@@ -17,7 +23,7 @@ from approx.conversion.companions import refuse_foreign
 from approx.errors import ApproxError, Exit
 from approx.evaluation import distributed
 from approx.finetuning.estimate import estimate
-from approx.finetuning.finetune import Healing, finetune
+from approx.finetuning.finetune import Healing, finetune, has_begun
 from approx.finetuning.options import FinetuneStage
 from approx.finetuning.phase import Progress
 from approx.finetuning.preparation import prepare_training, refuse_sharding
@@ -68,6 +74,7 @@ def finetune_folder(
     refuse_existing(out, force=force)
     refuse_unwritable(out)
     working = working or out.with_name(f"{out.name}.training")
+    refuse_unclaimed(working, "training", "a training", has_begun)
     # Another process would continue from the same checkpoints.
     with held(working) if distributed.leads() else nullcontext():
         return _finetuned(
@@ -84,20 +91,14 @@ def _finetuned(
     reader = checkpoint.processor(opened.source)
     if taught is not None:
         _same_tokenizer(opened, taught)
-    try:
-        done = finetune(
-            opened.model, reader, options, folder=working, teacher=None if taught is None else taught.model,
-            resume=resume, restart=force and not resume, progress=progress,
-        )  # fmt: skip
-    except ApproxError:
-        if working.is_dir() and not any(working.glob("*/checkpoint-*")) and not any(working.glob("*/finished.json")):
-            # There is no state to continue from.
-            shutil.rmtree(working, ignore_errors=True)
-        raise
+    done = finetune(
+        opened.model, reader, options, folder=working, teacher=None if taught is None else taught.model,
+        resume=resume, restart=force and not resume, progress=progress,
+    )  # fmt: skip
     results: list[Check] = []
     if distributed.leads():
         results = _written(opened, out, options, done, taught, force=force, progress=progress)
-        shutil.rmtree(working, ignore_errors=True)
+        remove(working, "training")
     notes = [*opened.notes, *done.notes]
     return {"output": str(out), **done.to_data(), "checks": [vars(check) for check in results], "notes": notes}
 

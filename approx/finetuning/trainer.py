@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from approx.finetuning.watch import Watch, signals
 from approx_kernels.runtime.atomic_file import write_whole
 
 _COMPLETE = "complete.json"
+_NUMBERED = re.compile(r"checkpoint-[0-9]{1,15}").fullmatch
 # Share of the steps for warm-up.
 _WARM_UP = 0.06
 
@@ -55,7 +57,7 @@ def train(
         if last is None or not (stale / _COMPLETE).is_file():
             shutil.rmtree(stale)
     try:
-        with signals(trainer.watch), disk_errors(folder):
+        with signals(trainer.watch), disk_errors(folder), _damage_reported(trainer, last):
             trainer.train(resume_from_checkpoint=None if last is None else str(last))
     finally:
         # Otherwise the forward pass would stay under autocast.
@@ -66,6 +68,23 @@ def train(
     if trainer.watch.stopped:
         raise Interrupted
     return trainer.outcome()
+
+
+@contextmanager
+def _damage_reported(trainer: "_Trainer", last: Path | None) -> Iterator[None]:
+    """Report a checkpoint that cannot be read; which errors the libraries raise for its files is not specified."""
+    try:
+        yield
+    except (ApproxError, Interrupted):
+        raise
+    except Exception as error:
+        if last is None or trainer.begun:
+            raise
+        raise ApproxError(
+            f"{last} is damaged: {type(error).__name__}: {' '.join(str(error).split())[:200]}. Delete it to continue from the one "
+            "before, or start over with --force instead of --resume.",
+            Exit.UNAVAILABLE,
+        ) from error
 
 
 @contextmanager
@@ -85,7 +104,7 @@ def disk_errors(folder: Path) -> Iterator[None]:
 
 def last_complete(folder: Path) -> Path | None:
     """The latest complete checkpoint; None if there is none."""
-    whole = [path for path in folder.glob("checkpoint-*") if (path / _COMPLETE).is_file()]
+    whole = [path for path in folder.glob("checkpoint-*") if (path / _COMPLETE).is_file() and _NUMBERED(path.name)]
     return max(whole, key=_step, default=None)
 
 
@@ -100,6 +119,7 @@ class _Trainer(Trainer):
         self.phase, self.data, self.measure = phase, data, measure
         self.trained: Any = model
         self.watch = Watch(self, progress)
+        self.begun = False
         chosen = set(phase.trained)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in chosen)
@@ -127,6 +147,8 @@ class _Trainer(Trainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
+        # All of a checkpoint was read.
+        self.begun = True
         inner = self.accelerator.unwrap_model(model)
         loss = self.phase.objective.loss(model, inner, inputs)
         if self.phase.penalty:
@@ -191,7 +213,7 @@ class _Trainer(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
         if checkpoint is not None:
-            self.watch.take(json.loads((Path(checkpoint) / _COMPLETE).read_text(encoding="utf-8")))
+            self.watch.take((Path(checkpoint) / _COMPLETE).read_bytes())
         super()._load_optimizer_and_scheduler(checkpoint)
 
     def outcome(self) -> Outcome:

@@ -9,10 +9,18 @@ from types import FrameType
 from typing import Any
 
 import torch
+from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 from transformers import TrainerCallback
 
 from approx.finetuning.phase import Progress
+
+
+class _Kept(BaseModel):
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    seconds: float
+    tokens: int
 
 
 class Watch(TrainerCallback):
@@ -44,9 +52,14 @@ class Watch(TrainerCallback):
         """State to store in a checkpoint."""
         return {"seconds": self.seconds(), "tokens": self.tokens}
 
-    def take(self, kept: dict[str, Any]) -> None:
-        """Restore the state of a checkpoint."""
-        self._before, self.tokens, self._began = kept["seconds"], kept["tokens"], time.monotonic()
+    def take(self, text: bytes) -> None:
+        """Restore the state of a checkpoint.
+
+        Raises:
+            ValueError: if it is damaged.
+        """
+        kept = _Kept.model_validate_json(text)
+        self._before, self.tokens, self._began = kept.seconds, kept.tokens, time.monotonic()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Store the loss for the progress line."""

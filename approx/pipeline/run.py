@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from approx.checkpoints.atomic_folder import held
+from approx.checkpoints.atomic_folder import CLAIM, claim, held, refuse_unclaimed
 from approx.errors import ApproxError, Exit
 from approx.evaluation import record
 from approx.evaluation.record_model import RecipeText, Record
@@ -19,14 +19,14 @@ from approx.pipeline.executors import Here
 from approx.pipeline.preflight import check
 from approx.pipeline.pushes import Pushes
 from approx.pipeline.stages import Conversions, Study, measured
-from approx.pipeline.store import Stage, complete
+from approx.pipeline.store import Stage, Store, complete
 from approx.planning.plan import Plan
 from approx.publishing.report import write_report
 from approx.recipe import BASE, HEALED, TRAINED, Recipe, slug
 from approx_kernels.runtime.atomic_file import write_whole
 
-_CLAIM = "recipe.yaml"
-_OWN = (_CLAIM, "stages", "search", "converted", "healed", "training", "report", "push", "record.json")
+_RECIPE = "recipe.yaml"
+_OWN = (_RECIPE, "stages", "search", "converted", "healed", "training", "report", "push", "record.json")
 
 
 def run(
@@ -157,33 +157,36 @@ def _report(study: Study, recipe: Recipe, folders: Conversions, parts: list[Stag
 
 
 def _refuse(recipe: Recipe, out: Path, *, resume: bool, force: bool) -> None:
-    """Raise if the folder holds anything but a run that may be continued or replaced."""
+    """Raise if the folder is not ours, or holds a run that may be neither continued nor replaced."""
     if resume and force:
         raise ApproxError("--resume continues a run and --force starts it over. Give one of them.")
-    claim = out / _CLAIM
-    if out.exists() and not out.is_dir():
-        raise ApproxError(f"{out} is a file, not a folder. Choose another output folder.", Exit.REFUSED)
-    if not out.is_dir() or not any(out.iterdir()) or (force and claim.is_file()):
+    refuse_unclaimed(out, "run", "a run", _begun)
+    if force or not out.is_dir() or {path.name for path in out.iterdir()} <= {CLAIM}:
         return
-    if not claim.is_file():
-        raise ApproxError(f"{out} exists and is not a run of approx. Choose another output folder.", Exit.REFUSED)
     if not resume:
         raise ApproxError(
             f"{out} holds an earlier run. Continue it with --resume, or start over with --force.", Exit.REFUSED
         )
-    if claim.read_text(encoding="utf-8") != recipe.text:
+    written = out / _RECIPE
+    if written.is_file() and written.read_text(encoding="utf-8", errors="replace") != recipe.text:
         raise ApproxError(
             f"{out} holds a run of another recipe. Choose another output folder, or start over with --force.",
             Exit.REFUSED,
         )
 
 
+def _begun(out: Path) -> bool:
+    """Whether an earlier version, which made no claims, has run a recipe in a folder."""
+    return (out / _RECIPE).is_file() and Store(out).begun()
+
+
 def _claim(recipe: Recipe, out: Path, *, force: bool) -> None:
     """Mark `out` as the folder of this run; with `force`, first delete the files of an earlier run, and only those."""
-    if force and out.is_dir():
-        for path in (*(out / name for name in _OWN), *out.glob("outputs-*.parquet")):
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    claim(out, "run", "a run", _begun)
     try:
-        write_whole(out / _CLAIM, recipe.text)
+        if force:
+            for path in (*(out / name for name in _OWN), *out.glob("outputs-*.parquet")):
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+        write_whole(out / _RECIPE, recipe.text)
     except OSError as error:
         raise ApproxError(f"{out} cannot be written: {error.strerror}. Choose another output folder.") from None

@@ -1,10 +1,9 @@
 """Run a search into a file and a folder: the plan, and the sensitivities, record and report behind it."""
 
 import json
-import shutil
 from pathlib import Path
 
-from approx.checkpoints.atomic_folder import held
+from approx.checkpoints.atomic_folder import CLAIM, claim, held, refuse_unclaimed, remove
 from approx.checkpoints.checkpoint import Checkpoint
 from approx.errors import ApproxError, Exit
 from approx.evaluation import record
@@ -66,9 +65,16 @@ def search(
         running = Search(base, stage, folder, resume=resume, seed=seed, progress=progress)
         if sensitivities is not None:
             running.know(sensitivities)
-        if folder.is_dir() and not resume:
-            shutil.rmtree(folder)
-        found = running.run()
+        claim(folder, "search", "a search", _begun)
+        if not resume:
+            remove(folder, "search")
+            claim(folder, "search", "a search")
+        try:
+            found = running.run()
+        finally:
+            if [path.name for path in folder.iterdir()] == [CLAIM]:
+                remove(folder, "search")
+        claim(folder, "search", "a search")
         write_whole(folder / OUTCOME, json.dumps(found.to_data(), indent=1, ensure_ascii=False) + "\n")
         usable = found.feasible or found.interrupted
         for file, wanted in ((plan, usable), (folder / BEST, not usable)):
@@ -90,17 +96,23 @@ def search(
 
 
 def _refuse(plan: Path | None, folder: Path, *, resume: bool, force: bool) -> None:
-    if plan is not None and plan.exists() and not (plan.is_file() and (force or resume)):
+    refuse_unclaimed(folder, "search", "a search", _begun)
+    begun = folder.is_dir() and any(folder.iterdir())
+    # Without an earlier search there is nothing to resume, so the plan is of someone else.
+    if plan is not None and plan.exists() and not (plan.is_file() and (force or (resume and begun))):
         how = "Choose another name, or replace it with --force." if plan.is_file() else "Choose another name."
         raise ApproxError(f"{plan} exists. {how}", Exit.REFUSED)
-    if not folder.exists():
-        return
-    if not folder.is_dir() or any(path.name not in _OWN for path in folder.iterdir()):
-        raise ApproxError(f"{folder} exists and is not a search of approx. Choose another output.", Exit.REFUSED)
-    if not (resume or force):
+    if begun and not (resume or force):
         raise ApproxError(
             f"{folder} holds an earlier search. Go on with it with --resume, or start over with --force.", Exit.REFUSED
         )
 
 
-_OWN = (SENSITIVITIES, MEASURED, FITTED, OUTCOME, BEST, "record.json", "report")
+def _begun(folder: Path) -> bool:
+    """Whether an earlier version, which made no claims, has searched in a folder."""
+    own = {SENSITIVITIES, MEASURED, FITTED, OUTCOME, BEST, "record.json", "report"}
+    try:
+        data = json.loads((folder / SENSITIVITIES).read_bytes())
+        return {*data} == {"schema", "about", "damages"} and {path.name for path in folder.iterdir()} <= own
+    except (OSError, ValueError, TypeError, RecursionError):
+        return False

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from approx.checkpoints.atomic_folder import atomic_folder
 from approx.checkpoints.checkpoint import Checkpoint
 from approx.conversion import convert
 from approx.conversion.separator import of_checkpoint, with_separator
@@ -189,8 +190,8 @@ class Study:
             )  # fmt: skip
         except BudgetMetError as met:
             # It is as good as it is asked to be, so it is healed.
-            shutil.rmtree(folder, ignore_errors=True)
-            shutil.copytree(start, folder)
+            with atomic_folder(folder, force=True) as copied:
+                shutil.copytree(start, copied, dirs_exist_ok=True)
             done = met.healing.to_data()
         return {
             "name": label,

@@ -64,7 +64,7 @@ class Store:
     """The outcomes of stages, one file each, in the folder `stages` of a run or sweep."""
 
     def __init__(self, out: Path) -> None:
-        self.folder = out / "stages"
+        self.out, self.folder = out, out / "stages"
 
     def read(self, stage: Stage) -> Outcome | None:
         """The outcome of a stage; None if it was not computed or its file is damaged.
@@ -72,12 +72,12 @@ class Store:
         Returns:
             `status` (`done` or `failed`), `result`, `error`, `exit_code`, `seconds`, and the key and name of the stage.
         """
-        try:
-            outcome = json.loads(self._file(stage).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            return None
-        whole = isinstance(outcome, dict) and outcome.keys() >= _KEYS and outcome["status"] in ("done", "failed")
-        return outcome if whole and (outcome["schema"], outcome["key"]) == (SCHEMA, stage.key) else None
+        outcome = _outcome(self._file(stage))
+        return outcome if outcome and (outcome["schema"], outcome["key"]) == (SCHEMA, stage.key) else None
+
+    def begun(self) -> bool:
+        """Whether there is the outcome of any stage, also one of an earlier version."""
+        return any(_outcome(file) is not None for file in self.folder.glob("*.json"))
 
     def state(self, stage: Stage) -> str:
         """`done`, `failed` or `missing`."""
@@ -112,6 +112,15 @@ class Store:
 
     def _file(self, stage: Stage) -> Path:
         return self.folder / f"{stage.key}.json"
+
+
+def _outcome(file: Path) -> Outcome | None:
+    try:
+        outcome = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    whole = isinstance(outcome, dict) and outcome.keys() >= _KEYS and outcome["status"] in ("done", "failed")
+    return outcome if whole else None
 
 
 def complete(
@@ -160,8 +169,8 @@ def complete(
                 failed[stage.key] = outcome
             done += 1
             progress(stage.name, done, total)
-    for leftover in store.folder.glob(".*.tmp"):
-        # Killed processes leave these files.
+    for leftover in store.out.rglob(".*.tmp"):
+        # Killed processes leave these files, and the whole folder is ours.
         leftover.unlink(missing_ok=True)
     return computed
 

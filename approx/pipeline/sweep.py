@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from approx.checkpoints.atomic_folder import held
+from approx.checkpoints.atomic_folder import claim, held, refuse_unclaimed
 from approx.errors import ApproxError, Exit
 from approx.evaluation import record
 from approx.evaluation.bench import crossover
@@ -24,8 +24,6 @@ from approx.publishing import sweep as tables
 from approx.publishing.sweep_rows import Cell, Results, collect, machine, same_task
 from approx.recipe import slug
 from approx_kernels.runtime.atomic_file import write_whole
-
-_OWN = ("stages", "converted", "records", "jobs", "sweep.json", "sweep.csv", "sweep.md")
 
 
 @dataclass(frozen=True)
@@ -56,9 +54,7 @@ def cells(
         ApproxError: with all mistakes of the grid at once; if a task does not fit a checkpoint or its data; or if `out` is
             not the folder of a sweep.
     """
-    names = {path.name for path in out.iterdir()} if out.is_dir() else set()
-    if out.exists() and (not out.is_dir() or (names and not names & set(_OWN))):
-        raise ApproxError(f"{out} exists and is not a sweep of approx. Choose another output folder.", Exit.REFUSED)
+    refuse_unclaimed(out, "sweep", "a sweep", _begun)
     plans = _checked(grid, offline)
     made: list[Stage] = []
     for number, name in enumerate(grid.checkpoint):
@@ -84,6 +80,7 @@ def sweep(grid: Grid, out: Path, todo: Sequence[Stage], executor: Executor, *, p
         progress: Called with the cell that finished last, done and total.
     """
     with held(out):
+        claim(out, "sweep", "a sweep", _begun)
         computed = complete(
             todo, Store(out), executor, keep_going=True,
             progress=lambda name, *where: progress(f"sweep: {name}" if name else "sweep", *where),
@@ -91,6 +88,11 @@ def sweep(grid: Grid, out: Path, todo: Sequence[Stage], executor: Executor, *, p
         return _written(
             grid, out, [cell for stage in todo if (cell := _cell(stage, Store(out))) is not None], len(computed)
         )
+
+
+def _begun(out: Path) -> bool:
+    """Whether an earlier version, which made no claims, has swept in a folder."""
+    return not (out / "recipe.yaml").exists() and Store(out).begun()
 
 
 def _checked(grid: Grid, offline: bool) -> dict[str, Plan]:

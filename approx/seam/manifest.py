@@ -6,6 +6,7 @@ Copied into converted checkpoints: saving such a model writes its manifest too.
 import hashlib
 import json
 import os
+import secrets
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -101,7 +102,7 @@ def accept(folder: Path, names: Iterable[str]) -> None:
     """Record the present contents of edited files in the manifest, atomically."""
     # The weights in a folder that is being pushed are links, so only what is added is looked at.
     hashes = _read(folder) | {name: sha256(inside(folder, name, folder / MANIFEST)) for name in names}
-    temporary = folder / f"{MANIFEST}.tmp"
+    temporary = folder / f".{MANIFEST}.{secrets.token_hex(8)}.tmp"
     temporary.write_text(json.dumps({"files": hashes}, indent=1) + "\n", encoding="utf-8")
     flush(temporary)
     temporary.replace(folder / MANIFEST)

@@ -107,7 +107,7 @@ def load(path: Path, about: str) -> Damages:
             for name, sites in data["damages"].items()
         }
         known = data["about"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ApproxError(
             f"{path} holds no sensitivities of a search: {error}. Leave it out, and they are measured.",
             Exit.UNAVAILABLE,

@@ -6,9 +6,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from approx.conversion.calibration_text import TEXT
+from approx.errors import ApproxError, Exit
 from approx.finetuning.data import TrainingData
 from approx.finetuning.finetune import finetune
 from approx.finetuning.objectives import Transfer
@@ -39,7 +42,7 @@ def fit(composer: Composer, judge: Judge, running: dict[str, Any], file: Path, s
         advance: Called with steps done and in all.
     """
     fitted = {name: model for name, model in running.items() if own_parameters(model)}
-    kept = load_file(file) if file.is_file() else {}
+    kept = _read(file) if file.is_file() else {}
     for number, (name, model) in enumerate(fitted.items()):
         sites = {site.layer: model.base_model.get_submodule(site.path) for site in composer.anatomy.sites}
         mechanisms = {layer: one.mechanism for layer, one in sites.items() if hasattr(one, "mechanism")}
@@ -53,7 +56,10 @@ def fit(composer: Composer, judge: Judge, running: dict[str, Any], file: Path, s
             prefix = f"{name}/{layer}/"
             if kept:
                 state = {key.removeprefix(prefix): value for key, value in kept.items() if key.startswith(prefix)}
-                mechanism.load_state_dict(state)
+                try:
+                    mechanism.load_state_dict(state)
+                except RuntimeError as error:
+                    raise _damaged(file, error) from None
             composer.fitted[layer, name] = {
                 key: value.detach().clone() for key, value in mechanism.state_dict().items()
             }
@@ -66,6 +72,21 @@ def fit(composer: Composer, judge: Judge, running: dict[str, Any], file: Path, s
         }
         save_file(state, file.with_suffix(".tmp"))
         file.with_suffix(".tmp").replace(file)
+
+
+def _read(file: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise _damaged(file, error) from None
+
+
+def _damaged(file: Path, error: Exception) -> ApproxError:
+    return ApproxError(
+        f"{file} is damaged: {' '.join(str(error).split())[:200]}. Delete it, and the mechanisms are fitted again, or start over with "
+        "--force.",
+        Exit.UNAVAILABLE,
+    )
 
 
 def _train(model: Any, judge: Judge, seed: int, advance: Callable[[int], None]) -> None:

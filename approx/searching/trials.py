@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, ValidationError
 from scipy import stats
 
-from approx.errors import ApproxError, Exit
+from approx.errors import ApproxError, Exit, shown
 from approx.measuring.measure import Progress
 from approx.searching.assignment import Choices
 from approx.searching.candidates import Candidate
@@ -21,6 +22,15 @@ from approx_kernels.runtime.atomic_file import write_whole
 
 # Plans to measure after the first ones.
 MOST = 30
+
+
+class _Kept(BaseModel):
+    """The file of measured plans: each with its divergence, loss and standard error."""
+
+    model_config = ConfigDict(strict=True)
+
+    about: str
+    plans: list[tuple[tuple[int, ...], tuple[float, float | None, float | None]]]
 
 
 class Trials:
@@ -151,15 +161,30 @@ class Trials:
         """
         if not self._file.is_file():
             return
-        data = json.loads(self._file.read_text(encoding="utf-8"))
-        if data["about"] != self._about:
+        try:
+            kept = _Kept.model_validate_json(self._file.read_bytes())
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            raise self._damaged(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        if kept.about != self._about:
             raise ApproxError(
                 f"{self._file.parent} holds a search of another model, other candidates or other examples. Choose another output, "
                 "or start over with --force.",
                 Exit.REFUSED,
             )
-        self.measured = {tuple(plan): Measured(*values) for plan, values in data["plans"]}
+        sites, last = len(self.composer.anatomy.sites), len(self.candidates)
+        if wrong := next(
+            (plan for plan, _ in kept.plans if len(plan) != sites or not all(0 <= n <= last for n in plan)), None
+        ):
+            raise self._damaged(f"there is no plan {shown(wrong)}")
+        self.measured = {plan: Measured(*values) for plan, values in kept.plans}
         self.divergences = {plan: one.divergence for plan, one in self.measured.items()}
+
+    def _damaged(self, reason: str) -> ApproxError:
+        return ApproxError(
+            f"{self._file} is damaged: {reason}. Delete it, and its plans are measured again, or start over with --force.",
+            Exit.UNAVAILABLE,
+        )
 
     def _keep(self) -> None:
         plans = [(plan, (one.divergence, one.loss, one.error)) for plan, one in self.measured.items()]

@@ -3,7 +3,9 @@
 import json
 import os
 import resource
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from approx.checkpoints.atomic_folder import atomic_folder, refuse_existing
+from approx.checkpoints import atomic_folder as place_of_writing
+from approx.checkpoints.atomic_folder import (
+    CLAIM,
+    atomic_folder,
+    claim,
+    claimed,
+    keep_failed,
+    refuse_existing,
+    remove,
+)
 from approx.errors import ApproxError, Exit
 from approx.seam.manifest import MANIFEST, check_seal
 from zoo import error_of
@@ -72,7 +83,7 @@ def test_force_replaces_checkpoints_and_nothing_else(tmp_path, monkeypatch):
     (tmp_path / "home" / "letters.txt").write_text("dear")
     monkeypatch.chdir(tmp_path)
     for out in (tmp_path / "home", Path("home"), Path("home/../home")):
-        with pytest.raises(ApproxError, match="not the folder of a checkpoint") as caught:
+        with pytest.raises(ApproxError, match=r"was not written by approx: it holds letters\.txt") as caught:
             write(out, force=True)
         assert caught.value.exit_code == Exit.REFUSED
     with pytest.raises(ApproxError, match="is a file"):
@@ -207,21 +218,161 @@ def test_what_a_killed_run_left_is_tidied_up_and_the_original_is_there(before, i
     assert (tmp_path / "out" / "config.json").read_text() == "old"
 
 
-def test_what_a_living_run_writes_is_left_alone(tmp_path):
-    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+_LIVING = """
+import sys
+from pathlib import Path
+from approx.checkpoints.atomic_folder import atomic_folder
+with atomic_folder(Path(sys.argv[1])) as place:
+    print(place.parent, flush=True)
+    input()
+"""
+
+
+@pytest.mark.parametrize("host", ["this one", "another container", "another machine"])
+def test_keeps_the_temporary_folder_of_a_living_process(host, tmp_path, monkeypatch):
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    other = subprocess.Popen(
+        [sys.executable, "-c", _LIVING, str(tmp_path / "out")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
     try:
-        theirs = tmp_path / f"out.tmp-{other.pid}"
-        theirs.mkdir()
-        (tmp_path / "out.tmp-notes").mkdir()
-        (tmp_path / f"out[1].tmp-{other.pid}").mkdir()
+        theirs = Path(other.stdout.readline().strip())
+        if host != "this one":
+            monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
+        if host == "another machine":
+            monkeypatch.setattr(place_of_writing, "_boot", lambda: "other")
         write(tmp_path / "out")
         assert theirs.is_dir()
-        assert (tmp_path / "out.tmp-notes").is_dir()
     finally:
         other.kill()
         other.wait()
-    write(tmp_path / "out[1]")
-    assert not list(tmp_path.glob("out[[]1].tmp*"))
+    write(tmp_path / "out", force=True)
+    # Whether a process of another machine lives cannot be known here.
+    assert theirs.is_dir() == (host == "another machine")
+
+
+NEIGHBOURS = [
+    *("out.tmp-1", f"out.tmp-{os.getpid()}", "out.tmp-20241127", "out.tmp-0a1b2c3d", "out.old-1", "out.old-20241127"),
+    *(
+        "out.old-20241127120000",
+        "out.old-²",
+        "out.old-",
+        "out.failed",
+        "out.failed-2",
+        "out.training",
+        ".out.lock",
+        "out-search",
+    ),
+]
+
+
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize("existing", [False, True])
+@pytest.mark.parametrize("kind", ["folder", "file", "empty file", "link"])
+def test_keeps_neighbours_whatever_their_names(kind, existing, force, tmp_path):
+    if existing:
+        write(tmp_path / "out")
+    for name in NEIGHBOURS:
+        if kind == "folder":
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "config.json").write_text(name)
+        elif kind == "link":
+            if name != ".out.lock":
+                (tmp_path / "elsewhere").mkdir(exist_ok=True)
+                (tmp_path / name).symlink_to("elsewhere")
+        else:
+            (tmp_path / name).write_text(name if kind == "file" else "")
+
+    def neighbours():
+        return {path: found for path, found in contents(tmp_path).items() if path.split("/")[0] != "out"}, {
+            path.name for path in tmp_path.iterdir()
+        } - {"out"}
+
+    before = neighbours()
+    if existing and not force:
+        with pytest.raises(ApproxError, match="exists already"):
+            write(tmp_path / "out")
+    else:
+        write(tmp_path / "out", "new", force=force)
+        assert (tmp_path / "out" / "config.json").read_text() == "new"
+    assert neighbours() == before
+    if kind != "link":
+        with atomic_folder(tmp_path / "out", force=True) as folder:
+            (folder / "config.json").write_text("failed")
+            assert keep_failed(folder, tmp_path / "out") == tmp_path / "out.failed-3"
+            (folder).mkdir()
+        shutil.rmtree(tmp_path / "out.failed-3")
+        assert neighbours() == before
+
+
+def test_keeps_a_folder_whose_claim_is_about_another(tmp_path):
+    """A user who saves what a killed run had written copies the claim too."""
+    write(tmp_path / "out")
+    shutil.copytree(tmp_path / "out", tmp_path / "out.tmp-saved")
+    (tmp_path / "out.tmp-saved" / CLAIM).write_text('{"approx": true, "kind": "temporary", "folder": "out.tmp-1234"}')
+    write(tmp_path / "out", force=True)
+    assert (tmp_path / "out.tmp-saved" / "config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "null", "[]", "{}", "3", "[" * 10_000, '{"approx": 1}', '{"approx": true, "kind": "x"}', "\0\xff"]
+)
+def test_a_damaged_claim_claims_nothing(text, tmp_path):
+    place = tmp_path / "out.training"
+    place.mkdir()
+    (place / CLAIM).write_text(text)
+    assert claimed(place) is None
+    remove(place, "training")
+    with pytest.raises(ApproxError, match="is not a training of approx") as caught:
+        claim(place, "training", "a training")
+    assert caught.value.exit_code == Exit.REFUSED
+    assert (place / CLAIM).read_text() == text
+
+
+def test_removes_only_what_is_claimed_for_the_purpose(tmp_path):
+    claim(tmp_path / "mine", "training", "a training")
+    (tmp_path / "mine" / "deep").mkdir()
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "letter").write_text("dear")
+    (tmp_path / "mine" / "link").symlink_to(tmp_path / "kept")
+    for kind in ("search", "run", "failed"):
+        remove(tmp_path / "mine", kind)
+        with pytest.raises(ApproxError, match="no claim"):
+            claim(tmp_path / "mine", kind, f"a {kind}")
+    assert (tmp_path / "mine" / "deep").is_dir()
+    remove(tmp_path / "mine", "training")
+    remove(tmp_path / "kept", "training")
+    assert contents(tmp_path) == {"kept/letter": b"dear"}
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+def test_force_keeps_what_a_user_put_into_an_output(tmp_path):
+    write(tmp_path / "out")
+    for name in ("notes.txt", ".git/HEAD", "runs/1/events"):
+        (tmp_path / "out" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "out" / name).write_text("mine")
+        with pytest.raises(ApproxError, match=f"also holds {name}") as caught:
+            write(tmp_path / "out", "new", force=True)
+        assert caught.value.exit_code == Exit.REFUSED
+        shutil.rmtree(tmp_path / "out" / name.split("/")[0]) if "/" in name else (tmp_path / "out" / name).unlink()
+    for name in ("__pycache__/a.pyc", ".cache/huggingface/x"):
+        (tmp_path / "out" / name).parent.mkdir(parents=True)
+        (tmp_path / "out" / name).touch()
+    write(tmp_path / "out", "new", force=True)
+    assert (tmp_path / "out" / "config.json").read_text() == "new"
+
+
+def test_an_output_without_a_manifest_is_replaced_by_its_claim(tmp_path):
+    for text in ("old", "new"):
+        with atomic_folder(tmp_path / "out", force=True, sealed=False) as folder:
+            (folder / "config.json").write_text(text)
+    assert (tmp_path / "out" / "config.json").read_text() == "new"
+    (tmp_path / "out" / "own").touch()
+    with pytest.raises(ApproxError, match="also holds own"):
+        refuse_existing(tmp_path / "out", force=True)
 
 
 @pytest.mark.parametrize("damage", ["changed byte", "missing file", "no manifest", "broken manifest"])

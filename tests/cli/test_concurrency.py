@@ -93,7 +93,8 @@ def test_what_is_held_is_free_again_after_the_context_and_after_a_kill(tmp_path)
         with held(tmp_path / "new" / "other"):
             pass
     assert list(tmp_path.iterdir()) == []
-    (tmp_path / ".out.lock").touch()
+    # A killed process leaves its lock.
+    (tmp_path / ".out.lock").write_text("lock of approx\n")
     with held(tmp_path / "out"):
         pass
     assert list(tmp_path.iterdir()) == []

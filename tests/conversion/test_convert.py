@@ -15,7 +15,7 @@ from approx.conversion import checks, convert, surgery, writing
 from approx.errors import ApproxError, Exit
 from approx.mechanisms import MECHANISMS
 from approx.planning.plan import Plan, Rule
-from approx.seam.manifest import MANIFEST, check_seal
+from approx.seam.manifest import MANIFEST, check_seal, seal
 from tiny_classifier import tiny_model, tiny_tokenizer
 from tiny_speech import recogniser, speech_processor
 from zoo import FAMILIES, OTHER_HEADS, UNNAMED, difference, outputs, tiny
@@ -154,7 +154,7 @@ def test_what_is_read_is_not_deleted_by_force(converted, base, tmp_path):
         lambda: convert.convert(inside, run, PLAN, force=True),
         lambda: convert.revert(away, run, force=True),
     ):
-        with pytest.raises(ApproxError, match="would be deleted") as caught:
+        with pytest.raises(ApproxError, match="was not written by approx") as caught:
             make_folder()
         assert caught.value.exit_code == Exit.REFUSED
 
@@ -185,6 +185,7 @@ def test_a_mechanism_that_lets_padding_through_is_not_written(base, tmp_path, mo
 def test_a_failure_while_writing_leaves_the_existing_folder(base, tmp_path, monkeypatch):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "config.json").write_text("old")
+    seal(tmp_path / "out")
 
     def full(*arguments):
         raise OSError(28, "No space left on device")

@@ -149,16 +149,6 @@ def test_two_who_write_the_same_record_leave_one_of_them_whole(tmp_path, monkeyp
     assert [file.name for file in tmp_path.iterdir()] == ["record.json"]
 
 
-def test_what_a_killed_process_left_goes_when_it_is_old(tmp_path):
-    old, fresh, foreign = (tmp_path / name for name in (".a.json.1.tmp", ".a.json.2.tmp", ".b.json.1.tmp"))
-    for file in (old, fresh, foreign):
-        file.write_text("{")
-    for file in (old, foreign):
-        os.utime(file, (0, 0))
-    records.save(tmp_path / "a.json", MADE)
-    assert {file.name for file in tmp_path.iterdir()} == {"a.json", fresh.name, foreign.name}
-
-
 def test_a_place_that_is_no_folder_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ApproxError, match="cannot be written"):

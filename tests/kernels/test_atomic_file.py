@@ -40,11 +40,10 @@ def test_the_file_has_its_name_only_when_it_is_complete(tmp_path):
     assert path.read_text("utf-8") == "whole"
 
 
-def test_what_a_killed_process_left_goes_when_it_is_old(tmp_path):
-    old, fresh, other = (tmp_path / name for name in (".a.1.tmp", ".a.2.tmp", ".b.1.tmp"))
-    for file in (old, fresh, other):
-        file.touch()
-    for file in (old, other):
-        os.utime(file, (0, 0))
+def test_keeps_files_whose_names_look_temporary(tmp_path):
+    names = {".a.1.tmp", f".a.{'0' * 32}.tmp", "a.tmp", ".b.1.tmp"}
+    for name in names:
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (0, 0))
     write_whole(tmp_path / "a", "")
-    assert {file.name for file in tmp_path.iterdir()} == {"a", fresh.name, other.name}
+    assert {file.name for file in tmp_path.iterdir()} == {"a", *names}

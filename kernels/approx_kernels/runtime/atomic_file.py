@@ -1,22 +1,18 @@
 """Atomic writing of files: write a temporary one, flush it to disk, rename it last."""
 
 import contextlib
-import glob
 import os
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-
-# No write takes this long, so older temporary files are leftovers.
-_STALE_SECONDS = 24 * 60 * 60
 
 
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write to; on success that file replaces `path` atomically.
 
-    On any error `path` is unchanged and the temporary file is removed. Leftovers of killed processes are removed too.
+    On any error `path` is unchanged and the temporary file is removed. Killed
+    processes may leave theirs: nothing in it says whose it is, so it is not removed by its name.
 
     Args:
         path: The file; its folder is created.
@@ -29,7 +25,6 @@ def atomic_file(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _tidy_up(path)
         yield temporary
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
@@ -52,10 +47,3 @@ def write_whole(path: Path, content: str | bytes) -> None:
     """
     with atomic_file(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-
-
-def _tidy_up(path: Path) -> None:
-    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-        with contextlib.suppress(OSError):
-            if time.time() - leftover.stat().st_mtime > _STALE_SECONDS:
-                leftover.unlink()

@@ -128,7 +128,20 @@ def test_a_name_that_is_taken_is_refused(name, taken, folder, force, base, conve
 
 @pytest.mark.parametrize("force", [[], ["--force"]], ids=["", "force"])
 def test_search_keeps_folders_and_plans_of_the_user(force, base, data, tmp_path):
-    words = ["search", base, "--task", "glue/sst2", "--data", data, "--speed", "1.1x", "-o", "plan.yaml"]
+    words = [
+        "search",
+        base,
+        "--task",
+        "glue/sst2",
+        "--data",
+        data,
+        "--length",
+        "8",
+        "--speed",
+        "1.1x",
+        "-o",
+        "plan.yaml",
+    ]
     (tmp_path / "plan-search" / "report").mkdir(parents=True)
     (tmp_path / "plan-search" / "record.json").write_text("mine")
     before = contents(tmp_path)

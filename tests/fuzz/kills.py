@@ -45,6 +45,7 @@ def killed(kills: int, seed: int, folder: Path, seconds: float = math.inf) -> di
         AssertionError: if a run does not go on, or its record differs.
     """
     import killable
+    from approx.checkpoints.atomic_folder import CLAIM
 
     recipe = folder / "killed.yaml"
     recipe.write_text(RECIPE, encoding="utf-8")
@@ -83,7 +84,9 @@ def killed(kills: int, seed: int, folder: Path, seconds: float = math.inf) -> di
         made = _record(out)
         different = {key: (whole.get(key), made.get(key)) for key in {*whole, *made} if whole.get(key) != made.get(key)}
         assert different == {}, different
-        leftovers = [path for path in out.rglob("*") if ".tmp" in path.name or path.name.startswith(".")]
+        leftovers = [
+            path for path in out.rglob("*") if ".tmp" in path.name or (path.name.startswith(".") and path.name != CLAIM)
+        ]
         assert leftovers == [], leftovers
         completed += 1
     return {

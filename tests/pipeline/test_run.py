@@ -8,6 +8,7 @@ import pytest
 
 import killable
 from approx import recipe
+from approx.checkpoints.atomic_folder import claim
 from approx.errors import ApproxError, Exit
 from approx.evaluation import record
 from approx.evaluation.record_model import Record
@@ -165,7 +166,8 @@ def test_a_folder_with_something_else_is_never_touched(study, tmp_path):
         return str(caught.value)
 
     text = study.read_text("utf-8")
-    (tmp_path / "earlier" / "stages").mkdir(parents=True)
+    claim(tmp_path / "earlier", "run", "a run")
+    (tmp_path / "earlier" / "stages").mkdir()
     (tmp_path / "earlier" / "recipe.yaml").write_text(text, encoding="utf-8")
     assert "Continue it with --resume" in refused(text, tmp_path / "earlier")
     assert "a run of another recipe" in refused(text + "seed: 1\n", tmp_path / "earlier", resume=True)
@@ -183,7 +185,8 @@ def test_force_removes_what_a_run_made_and_nothing_else(study, tmp_path):
     text = study.read_text("utf-8").partition("variants:")[0] + "variants: {linear: {mechanism: linear}}\n"
     text += "bench: {lengths: 8, inputs: synthetic, rounds: 3, seconds: 0}\n"
     (tmp_path / "short.yaml").write_text(text, encoding="utf-8")
-    (out / "stages").mkdir(parents=True)
+    claim(out, "run", "a run")
+    (out / "stages").mkdir()
     for name in ("recipe.yaml", "outputs-0.parquet", "stages/0.json", "notes.txt"):
         (out / name).write_text("earlier", encoding="utf-8")
     made = run(recipe.read(tmp_path / "short.yaml"), out, force=True)

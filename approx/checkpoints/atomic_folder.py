@@ -139,8 +139,8 @@ def _remove(folder: Path) -> None:
     folder.rmdir()
 
 
-def _write_claim(folder: Path, kind: Kind, **more: list[str]) -> None:
-    made = Claim(kind=kind, folder=folder.resolve().name, host=socket.gethostname(), boot=_boot(), **more)
+def _write_claim(folder: Path, kind: Kind) -> None:
+    made = Claim(kind=kind, folder=folder.resolve().name, host=socket.gethostname(), boot=_boot())
     (folder / CLAIM).write_text(made.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
 

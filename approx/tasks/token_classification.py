@@ -89,6 +89,13 @@ class TokenClassification(Classification):
             self.labels[tag] if self.labels else tag for tag in known
         ]
 
+    def _order(self, config: Any) -> list[int]:
+        """Tags have names that no other output shares, so they are matched by name wherever that is possible."""
+        names = [str(config.id2label[index]) for index in range(config.num_labels)]
+        if sorted(names) == sorted(self.labels):
+            return [self.labels.index(name) for name in names]
+        return super()._order(config)
+
     def _kind_of(self, config: Any) -> str:
         # A word has one tag, whatever problem_type says of texts.
         return ONE

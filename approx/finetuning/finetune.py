@@ -375,7 +375,7 @@ def _finished(place: Path, model: Any) -> Outcome | None:
     if not file.is_file():
         return None
     try:
-        outcome = TypeAdapter(Outcome, config=ConfigDict(strict=True)).validate_json(file.read_bytes())
+        outcome = TypeAdapter(Outcome).validate_json(file.read_bytes(), strict=True)
     except ValidationError as error:
         raise _damaged(file, error) from None
     file = place / "finished.safetensors"

@@ -1,6 +1,8 @@
 """The error that users can fix, and the exit codes of the command line."""
 
 import difflib
+import reprlib
+import sys
 from collections.abc import Iterable
 from enum import IntEnum
 from typing import Any
@@ -50,5 +52,13 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def shown(value: Any) -> str:
     """A value for a message, shortened if it is long."""
-    text = repr(value)
+    # A value may repeat its parts many times over, so its whole text is never made.
+    short = reprlib.Repr()
+    short.maxlevel, short.maxlist, short.maxtuple, short.maxdict, short.maxset = 4, 30, 30, 30, 30
+    short.maxstring, short.maxlong, short.maxother = 200, 60, 200
+    try:
+        text = short.repr(value)
+    except ValueError:
+        # Python writes no more than 4,300 digits.
+        text = f"a number of more than {sys.get_int_max_str_digits():,} digits"
     return text if len(text) <= 60 else text[:57] + "..."

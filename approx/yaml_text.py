@@ -10,9 +10,12 @@ import yaml
 
 from approx.errors import ApproxError
 
-# PyYAML's own pattern accepts only 1.0e-6.
 # Nobody writes more by hand, and reading takes a second per megabyte.
 _LARGEST = 1_000_000
+# Values in all once aliases stand for what they repeat: a few hundred bytes can stand for billions.
+_MOST_REPEATED = 10_000
+_DEEPEST = 100
+# PyYAML's own pattern accepts only 1.0e-6.
 _FLOAT = re.compile(r"^[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9_]+)[eE][-+]?[0-9]+$")
 
 
@@ -83,6 +86,40 @@ def _repeated(document: yaml.Node | None) -> Iterator[tuple[int, str]]:
             todo += node.value
 
 
+def _refuse_endless(document: yaml.Node | None) -> None:
+    """Check how many values a document has once aliases are resolved, and how deep they are nested.
+
+    Raises:
+        ValueError: if there are too many, they are too deep, or one contains itself.
+    """
+    # Of each node: how many values it has in all, and how many levels.
+    sizes: dict[int, tuple[int, int]] = {}
+    opened: set[int] = set()
+    todo = [] if document is None else [document]
+    while todo:
+        node = todo[-1]
+        inner = [
+            part
+            for pair in (node.value if isinstance(node, yaml.CollectionNode) else ())
+            for part in (pair if isinstance(pair, tuple) else (pair,))
+        ]
+        waiting = [part for part in inner if id(part) not in sizes]
+        if waiting and id(node) not in opened:
+            opened.add(id(node))
+            todo += waiting
+            continue
+        if waiting:
+            raise ValueError(f"line {node.start_mark.line + 1}: a value contains itself through an alias")
+        todo.pop()
+        found = [sizes[id(part)] for part in inner]
+        sizes[id(node)] = (1 + sum(many for many, _ in found), 1 + max((deep for _, deep in found), default=0))
+    many, deep = sizes[id(document)] if document is not None else (0, 0)
+    if many > max(_MOST_REPEATED, len(sizes)):
+        raise ValueError(f"its aliases stand for {many:,} values, and {_MOST_REPEATED:,} are allowed")
+    if deep > _DEEPEST:
+        raise ValueError(f"it is nested {deep} deep, and {_DEEPEST} are allowed")
+
+
 def load(text: str) -> Document:
     """Read YAML or JSON.
 
@@ -92,6 +129,7 @@ def load(text: str) -> Document:
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
+        _refuse_endless(node)
         # Constructing replaces merge keys by the merged ones.
         repeated = tuple(_repeated(node))
         return Document(text, None if node is None else loader.construct_document(node), node, repeated)

@@ -11,6 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlparse
 
+import yaml
+
 from hub_state import Hub, Repo, ids
 
 
@@ -131,7 +133,7 @@ class Handler(BaseHTTPRequestHandler):
             name, role = self._user()
             return self._json({"type": "user", "name": name, "auth": {"accessToken": {"role": role}}})
         if path == "/api/validate-yaml":
-            return self._json({"errors": [], "warnings": []})
+            return self._validated(json.loads(body)["content"])
         if path == "/api/repos/create":
             return self._create(json.loads(body))
         if path == "/api/repos/delete":
@@ -195,9 +197,58 @@ class Handler(BaseHTTPRequestHandler):
         self._repo(repo_id, write=kind == "write")
         return self._json({})
 
+    def _validated(self, card: str) -> tuple[int, dict[str, str], bytes]:
+        """Check the metadata of a card as far as a hub's own rules are known."""
+        found = re.match(r"---\n(.*?)\n---(?:\n|$)", card, re.DOTALL)
+        try:
+            data = yaml.safe_load(found[1]) if found else {}
+            wrong = [] if isinstance(data, dict) else ["the metadata are not a mapping"]
+        except yaml.YAMLError as error:
+            data, wrong = {}, [str(error)]
+        if not wrong:
+            wrong += [
+                f'"{key}" must be a string'
+                for key in ("license", "license_name", "pipeline_tag")
+                if not isinstance(data.get(key, ""), str)
+            ]
+            wrong += [
+                f'"{key}" must be an array'
+                for key in ("datasets", "metrics", "tags")
+                if not isinstance(data.get(key, []), list)
+            ]
+            names = data.get("base_model", [])
+            wrong += [
+                f'"base_model" with value "{one}" is not valid'
+                for one in ([names] if isinstance(names, str) else names)
+                if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", one)
+            ]
+        answer = json.dumps({"errors": [{"message": one} for one in wrong], "warnings": []}).encode()
+        return (400 if wrong else 200), {"Content-Type": "application/json"}, answer
+
     def _do_tree(self, repo_id: str, revision: str, body: bytes) -> tuple[int, dict[str, str], bytes]:
-        repo, oid = self._at(repo_id, revision)
-        return self._json([self._listed(name, content) for name, content in repo.commits[oid].items()])
+        repo = self._repo(repo_id)
+        # A branch may have slashes, and so may the folder behind it.
+        steps = revision.split("/")
+        splits = (("/".join(steps[:n]), "/".join(steps[n:])) for n in range(len(steps), 0, -1))
+        ref, inside = next(((ref, inside) for ref, inside in splits if repo.find(ref)), (revision, ""))
+        repo, oid = self._at(repo_id, ref)
+        listed = {
+            name: content for name, content in repo.commits[oid].items() if not inside or name.startswith(f"{inside}/")
+        }
+        if inside and not listed:
+            raise RefusedError(404, "EntryNotFound", f"{inside} does not exist on {ref}")
+        asked = parse_qs(urlparse(self.path).query)
+        if asked.get("recursive", ["true"])[0].lower() in ("false", "0"):
+            depth = inside.count("/") + 1 if inside else 0
+            listed = {name: content for name, content in listed.items() if name.count("/") == depth}
+        start = int(asked.get("cursor", ["0"])[0])
+        page = [self._listed(name, content) for name, content in [*listed.items()][start : start + self.hub.page]]
+        status, headers, answer = self._json(page)
+        if start + self.hub.page < len(listed):
+            address = f"{self.hub.endpoint}{urlparse(self.path).path}"
+            recursive = asked.get("recursive", ["true"])[0]
+            headers["Link"] = f'<{address}?recursive={recursive}&cursor={start + self.hub.page}>; rel="next"'
+        return status, headers, answer
 
     def _listed(self, name: str, content: bytes) -> dict[str, Any]:
         blob, sha256 = ids(content)

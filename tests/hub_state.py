@@ -64,6 +64,7 @@ class Hub:
         faults: What goes wrong.
         calls: "METHOD path" of every call.
         pull_requests: Whether they are possible.
+        page: Files in one page of a listing.
     """
 
     tokens: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -72,6 +73,7 @@ class Hub:
     faults: list[Fault] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
     pull_requests: bool = True
+    page: int = 1_000
     endpoint: str = ""
 
     def create(self, repo_id: str, *, private: bool = True, gated: bool | str = False) -> Repo:

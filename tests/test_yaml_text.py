@@ -1,7 +1,11 @@
+import time
+
 import pytest
 import yaml
 
 from approx import yaml_text
+from approx.errors import ApproxError, shown
+from approx.mechanisms.mechanism import whole_number
 
 
 @pytest.mark.parametrize(
@@ -62,3 +66,49 @@ def test_keys_that_override_merged_ones_are_not_repeated():
     assert document.line(["d", "b"]) == 4
     assert document.line(["d", "c"]) == 1
     assert yaml_text.load("a: &a {b: 1}\nd:\n  <<: *a\n  b: 3\n  b: 4\n").repeated == ((5, "b"),)
+
+
+def doubled(times, first="[1]", merge=False):
+    """A text whose values are twice those of the line before."""
+    lines = [f"a0: &a0 {first}"]
+    for number in range(times):
+        twice = f"[*a{number}, *a{number}]"
+        lines.append(
+            f"a{number + 1}: &a{number + 1} {{<<: {twice}, b: *a{number}}}"
+            if merge
+            else f"a{number + 1}: &a{number + 1} {twice}"
+        )
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (doubled(60), "its aliases stand for"),
+        (doubled(30, "{c: 1}", merge=True), "its aliases stand for"),
+        (doubled(150), "its aliases stand for"),
+        ("a: &a {b: *a}", "contains itself"),
+        ("[" * 101 + "]" * 101, "nested"),
+        ("a: " + "{b: " * 150 + "1" + "}" * 150, "nested"),
+    ],
+)
+def test_refuses_what_a_short_text_repeats_too_often_or_nests_too_deep(text, said):
+    begun = time.monotonic()
+    with pytest.raises(yaml.YAMLError, match=said):
+        yaml_text.load(text)
+    assert time.monotonic() - begun < 2
+
+
+def test_reads_many_values_that_are_all_written_out():
+    assert len(yaml_text.load("\n".join(f"- {number}" for number in range(20_000))).data) == 20_000
+
+
+def test_a_value_in_a_message_is_short_however_much_it_repeats():
+    value = ["x"]
+    for _ in range(60):
+        value = [value, value]
+    assert len(shown(value)) <= 60
+    assert shown([1, 2, "three"]) == "[1, 2, 'three']"
+    assert shown(16**9_000) == "a number of more than 4,300 digits"
+    with pytest.raises(ApproxError, match=r"Setting 'window' is \[\[\["):
+        whole_number("window", value, 1)

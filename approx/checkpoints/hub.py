@@ -7,6 +7,13 @@ from huggingface_hub import HfApi, errors, snapshot_download
 from approx.errors import ApproxError, Exit
 
 _PATTERNS = ["*.json", "*.txt", "*.model", "*.safetensors", "*.py", "*.md", "*.jinja"]
+# Licences have all kinds of names.
+_PATTERNS += [
+    "[Ll][Ii][Cc][Ee]*",
+    "[Nn][Oo][Tt][Ii][Cc][Ee]*",
+    "[Cc][Oo][Pp][Yy][Ii][Nn][Gg]*",
+    "[Uu][Ss][Ee]_[Pp][Oo][Ll]*",
+]
 # A converted folder has its code beside the weights; what is in folders below has nothing to do with it.
 _IGNORED = ["*/*.py"]
 # Some networks drop packets silently, and the client would wait for minutes by default.

@@ -44,6 +44,15 @@ def push(
     ] = False,
     revision: Annotated[str | None, typer.Option(help="Branch to write to, created if missing. Default: main.")] = None,
     message: Annotated[str | None, typer.Option(help="Message of the commit.")] = None,
+    base_model: Annotated[
+        str | None, typer.Option(help="The base on the hub, owner/name, if a local copy of it was converted.")
+    ] = None,
+    license_: Annotated[
+        str | None, typer.Option("--license", help="The licence, such as apache-2.0. Default: that of the base.")
+    ] = None,
+    language: Annotated[
+        list[str] | None, typer.Option(help="A language, such as en; may be repeated. Default: that of the base.")
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Write the folder that would be pushed and list its files; send nothing.")
     ] = False,
@@ -71,6 +80,7 @@ def push(
     if offline and not dry_run:
         raise ApproxError("--offline was given, but a push needs the hub. See what would be pushed with --dry-run.")
     given: dict[str, Any] = {"records": record or [], "public": public, "force": force}
+    given |= {"base_model": base_model, "license": license_, "language": language}
     if dry_run:
         place = output or Path(folder).with_name(f"{Path(folder).resolve().name}.push")
         with terminal.progress() as bar:

@@ -11,9 +11,10 @@ from yaml import YAMLError
 
 from approx.checkpoints import families
 from approx.checkpoints.checkpoint import Checkpoint, processor_class
+from approx.checkpoints.foreign import MODULES
 from approx.checkpoints.history import Conversion, Training, conversion, history, trainings
 from approx.checkpoints.receipt import RECEIPT, Receipt
-from approx.conversion.companions import MODULES
+from approx.paths import is_inside
 from approx.planning.resolve import described
 
 CARD = "README.md"
@@ -58,7 +59,9 @@ class Publication:
     cautions: tuple[str, ...] = ()
 
 
-def write_card(folder: Path, checkpoint: Checkpoint, receipt: Receipt, published: Publication | None = None) -> None:
+def write_card(
+    folder: Path, checkpoint: Checkpoint, receipt: Receipt, published: Publication | None = None
+) -> list[str]:
     """Write the model card: the replaced layers, the base, the error of each layer, the history, and how to load the model.
 
     Args:
@@ -66,6 +69,9 @@ def write_card(folder: Path, checkpoint: Checkpoint, receipt: Receipt, published
         checkpoint: The checkpoint, with its model converted; its card provides license, language and pipeline.
         receipt: Receipt of the conversion, with the error of each layer.
         published: Place on a hub and results, if the folder is being pushed.
+
+    Returns:
+        Notes for the user.
     """
     model = checkpoint.model
     record, stock = model.config.approx, families.stock_class(type(model))
@@ -76,13 +82,18 @@ def write_card(folder: Path, checkpoint: Checkpoint, receipt: Receipt, published
     # The hub would take the name of a local folder for a model id.
     named = {"base_model": base.name, "base_model_relation": "finetune"} if base.revision else {}
     reader, sentences = processor_class(stock), (folder / MODULES).is_file()
+    own, said = inherited(checkpoint.source.folder / CARD), {} if published is None else published.data
+    if own.get("license") != said.get("license", own.get("license")):
+        # The name and the text belong to the other licence.
+        own = {key: value for key, value in own.items() if key not in ("license_name", "license_link")}
+    fields = {"pipeline_tag": pipeline_of(checkpoint), **own, **named, **said}
+    notes = []
+    link = str(fields.get("license_link") or "")
+    if link and "://" not in link and not (is_inside(link) and (folder / link).is_file()):
+        del fields["license_link"]
+        notes.append(f"The card's license_link '{link}' names no file of the folder; it was left out.")
     data = ModelCardData(
-        **{
-            "pipeline_tag": pipeline_of(checkpoint),
-            **inherited(checkpoint.source.folder / CARD),
-            **named,
-            **({} if published is None else published.data),
-        },
+        **fields,
         library_name="sentence-transformers" if sentences else "transformers",
         tags=["approx-attention", *sorted({part["mechanism"] for part in parts})],
     )
@@ -90,7 +101,7 @@ def write_card(folder: Path, checkpoint: Checkpoint, receipt: Receipt, published
         data,
         template_str=(resources.files("approx.conversion") / "card.md.j2").read_text(encoding="utf-8"),
         base=base,
-        name=_code(base.name),
+        name=_code(said.get("base_model", base.name)),
         stock=stock.__name__,
         parts=parts,
         errors=receipt.errors or {},
@@ -109,6 +120,7 @@ def write_card(folder: Path, checkpoint: Checkpoint, receipt: Receipt, published
         published=published,
     )
     card.save(folder / CARD)
+    return notes
 
 
 def pipeline_of(checkpoint: Checkpoint) -> str | None:

@@ -68,7 +68,7 @@ def write_checked(
         if receipt is not None:
             receipt.checks = results
             (folder / RECEIPT).write_text(json.dumps(receipt.model_dump(), indent=1) + "\n", encoding="utf-8")
-            write_card(folder, checkpoint, receipt)
+            checkpoint.notes += write_card(folder, checkpoint, receipt)
         if failed := [check for check in results if check.passed is False]:
             kept = keep_failed(folder, out)
             details = "; ".join(f"{check.name}: {check.detail}" for check in failed)

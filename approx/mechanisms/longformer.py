@@ -4,7 +4,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from approx.errors import ApproxError, Exit
+from approx.errors import ApproxError, Exit, shown
 from approx.mechanisms.mechanism import Mechanism, whole_number
 from approx_kernels.ops.global_tokens.api import global_token_attention
 
@@ -63,7 +63,7 @@ class LongformerAttention(Mechanism):
         self.separator = None if separator is None else whole_number("separator", separator, 0)
         if causal and self.reads_tokens:
             raise ApproxError(
-                f"Setting 'global_tokens' is {global_tokens!r}, but this layer is causal: it decodes with a cache, which "
+                f"Setting 'global_tokens' is {shown(global_tokens)}, but this layer is causal: it decodes with a cache, which "
                 "stores no token ids to locate separators. Use 'first' or a list of positions.",
                 Exit.UNSUPPORTED,
             )
@@ -137,7 +137,9 @@ class LongformerAttention(Mechanism):
         """The tokens chosen by content, [B, S] bool."""
         if tokens is None or self.separator is None:
             missing = "the token ids, 'tokens'" if tokens is None else "the setting 'separator', the id of that token"
-            raise ApproxError(f"Setting 'global_tokens' is {self.global_tokens!r}, which needs {missing}; pass it.")
+            raise ApproxError(
+                f"Setting 'global_tokens' is {shown(self.global_tokens)}, which needs {missing}; pass it."
+            )
         separators = tokens == self.separator
         if key_mask is not None:
             # Some tokenizers pad with the separator.
@@ -157,7 +159,7 @@ def _positions(global_tokens: Any) -> list[int]:
     whole = isinstance(global_tokens, list) and all(type(token) is int and token >= 0 for token in global_tokens)
     if not whole or not global_tokens or len(set(global_tokens)) < len(global_tokens):
         raise ApproxError(
-            f"Setting 'global_tokens' is {global_tokens!r}; allowed is 'first', 'separator', 'question' or a list of "
+            f"Setting 'global_tokens' is {shown(global_tokens)}; allowed is 'first', 'separator', 'question' or a list of "
             "different whole numbers of at least 0. Change it or leave it out."
         )
     return sorted(global_tokens)

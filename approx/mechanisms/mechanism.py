@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.compiler import assume_constant_result
 from torch.utils.checkpoint import checkpoint
 
-from approx.errors import ApproxError, Exit
+from approx.errors import ApproxError, Exit, shown
 from approx_kernels.dispatch.one_operator import attend_opaquely, is_one_operator
 from approx_kernels.dispatch.opaque import name_kind, told
 
@@ -291,5 +291,5 @@ def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
 def checked(name: str, value: Any, inside: bool, allowed: str) -> Any:
     """The value, if `inside` holds; otherwise an error that states what is `allowed`."""
     if not inside:
-        raise ApproxError(f"Setting '{name}' is {value!r}; allowed is {allowed}. Change it or leave it out.")
+        raise ApproxError(f"Setting '{name}' is {shown(value)}; allowed is {allowed}. Change it or leave it out.")
     return value

@@ -9,6 +9,7 @@ from typing import Any
 from approx.errors import ApproxError
 from approx.pipeline.stages import Conversions, Study
 from approx.pipeline.store import Stage, stage_key
+from approx.pushing.licence import stated
 from approx.pushing.options import PushStage
 from approx.pushing.permission import check_permission
 from approx.pushing.push import push
@@ -57,9 +58,10 @@ class Pushes:
         for number, (asked, stage) in enumerate(zip(self.recipe.push, self.stages(), strict=True)):
             if self.send and (every or self.study.store.state(stage) != "done"):
                 try:
+                    stated(asked.base_model, asked.license, asked.language)
                     check_permission(
-                        asked.repo, base=source.name if source.revision else None, public=asked.public,
-                        create_pr=asked.create_pr, revision=asked.revision,
+                        asked.repo, base=asked.base_model or (source.name if source.revision else None),
+                        public=asked.public, create_pr=asked.create_pr, revision=asked.revision,
                     )  # fmt: skip
                 except ApproxError as error:
                     errors.append(ApproxError(f"{self.recipe.at('push', number)}Push: {error}", error.exit_code))
@@ -79,6 +81,7 @@ class Pushes:
         folder = self._folder(asked).product
         assert folder is not None  # conversions and trainings make folders
         more: dict[str, Any] = {"records": [self.record], "public": asked.public, "progress": self.told}
+        more |= {"base_model": asked.base_model, "license": asked.license, "language": asked.language}
         if not self.send:
             # As the hub's own cache writes it, since no name holds two hyphens.
             names = [*asked.repo.split("/"), *([slug(asked.revision)] if asked.revision else [])]

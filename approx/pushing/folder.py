@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -113,6 +113,7 @@ def stage(
     records: Sequence[Path],
     *,
     licence: dict[str, str],
+    said: Mapping[str, Any],
     copies: bool,
 ) -> Publication:
     """Write the folder as it will be on the hub.
@@ -123,6 +124,7 @@ def stage(
         repo: Model id.
         records: Records whose results the card shows.
         licence: Fields for a card that has no licence.
+        said: Fields that the user states.
         copies: Whether to copy the weights too; otherwise links stand for them.
 
     Returns:
@@ -153,10 +155,10 @@ def stage(
     results = results_of(
         _scrubbed_records(records, target / RECORDS, here), checked.receipt, pipeline_of(checked.opened)
     )
-    published = _publication(checked, repo, results, licence)
-    write_card(target, checked.opened, checked.receipt, published)
+    published = _publication(checked, repo, results, {**licence, **said}, said)
+    checked.notes += write_card(target, checked.opened, checked.receipt, published)
     _check_card(target / CARD)
-    refuse_private(target, f"{repo} {checked.base.name}")
+    refuse_private(target, f"{repo} {said.get('base_model', checked.base.name)}")
     seal(target)
     return published
 
@@ -213,12 +215,14 @@ def _scrubbed_records(records: Sequence[Path], target: Path, here: Private) -> l
     return made
 
 
-def _publication(checked: Checked, repo: str, results: Results, licence: dict[str, str]) -> Publication:
+def _publication(
+    checked: Checked, repo: str, results: Results, licence: dict[str, Any], said: Mapping[str, Any]
+) -> Publication:
     record = checked.opened.model.config.approx
     trained = [one for step in trainings(record) if (one := dataset_of(step.task))]
     datasets, metrics = list(dict.fromkeys([*trained, *results.datasets])), results.metrics
     own = inherited(checked.opened.source.folder / CARD)
-    data: dict[str, Any] = {key: value for key, value in licence.items() if key not in own}
+    data: dict[str, Any] = {key: value for key, value in licence.items() if key not in own or key in said}
     data |= {"datasets": datasets} if datasets else {}
     if results.evaluations:
         data |= {"metrics": metrics, "model_name": repo.split("/")[-1], "eval_results": results.evaluations}

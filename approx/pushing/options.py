@@ -17,6 +17,9 @@ class PushStage(Model):
         create_pr: Open a pull request instead of writing to the branch.
         revision: The branch, created if it does not exist; main by default.
         message: Message of the commit.
+        base_model: Model id of the base on the hub, if the checkpoint of the recipe is a local copy.
+        license: The licence, by the hub's name; by default that of the base, where it is known.
+        language: Codes of the languages; by default those of the base, where they are known.
     """
 
     repo: Annotated[str, Field(examples=["me/my-model"])]
@@ -25,3 +28,6 @@ class PushStage(Model):
     create_pr: bool = False
     revision: str | None = None
     message: str | None = None
+    base_model: Annotated[str | None, Field(examples=["google-bert/bert-base-uncased"])] = None
+    license: Annotated[str | None, Field(examples=["apache-2.0"])] = None
+    language: str | list[str] | None = None

@@ -1,28 +1,81 @@
 """What must not leave this machine: secrets, local paths, names of users and machines, and typed commands."""
 
+import base64
 import contextlib
 import getpass
 import json
+import math
+import mmap
 import os
 import re
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import get_token
+from huggingface_hub import constants, get_token
 
-# Forms of access tokens and keys.
-_SECRETS = re.compile(
-    r"hf_[A-Za-z0-9]{20,}|api_org_[A-Za-z0-9]{20,}|gh[opsur]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|glpat-[\w-]{20,}"
-    r"|xox[abprs]-[\w-]{10,}|sk-[\w-]{20,}|(?:AKIA|ASIA)[0-9A-Z]{16}|-----BEGIN [A-Z ]*PRIVATE KEY-----"
+# Forms of access tokens and keys. detect-secrets has had no release since May 2024 and lacks several of these.
+# Each begins with letters that are found fast, or has a hint that a text without a secret lacks.
+_FORMS = tuple(
+    (hint, re.compile(pattern))
+    for hint, pattern in (
+        ("hf_", r"hf_[A-Za-z0-9]{20,}"),
+        ("api_org_", r"api_org_[A-Za-z0-9]{20,}"),
+        ("gh", r"gh[opsur]_[A-Za-z0-9]{30,}"),
+        ("github_pat_", r"github_pat_\w{30,}"),
+        ("gl", r"gl(?:pat|dt|rt|cbt|ptt|soat|ft|imt|agent)-[\w-]{20,}"),
+        ("xox", r"xox[abeoprs]-[\w-]{10,}"),
+        ("xapp-", r"xapp-\d-[\w-]{10,}"),
+        ("hooks.slack.com/", r"hooks\.slack\.com/(?:services|workflows)/[\w/]{20,}"),
+        ("sk-", r"sk-(?<![\w-]sk-)[\w-]{20,}"),
+        ("_live_", r"[sr]k_live_[A-Za-z0-9]{10,}"),
+        ("_test_", r"[sr]k_test_[A-Za-z0-9]{10,}"),
+        ("whsec_", r"whsec_[A-Za-z0-9]{20,}"),
+        *(
+            (start, rf"{start}(?<![0-9A-Za-z]{start})[0-9A-Z]{{16}}(?![0-9A-Za-z])")
+            for start in ("AKIA", "ASIA", "ABIA", "ACCA")
+        ),
+        ("", r"(?i:aws).{0,10}(?i:secret).{0,20}?[^A-Za-z0-9/+]{1,6}[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+])"),
+        ("AIza", r"AIza[\w-]{35}"),
+        ("ya29.", r"ya29\.[\w-]{20,}"),
+        ("GOCSPX-", r"GOCSPX-[\w-]{20,}"),
+        ("AccountKey=", r"AccountKey=[\w+/%=&.-]{20,}"),
+        ("SharedAccess", r"SharedAccess(?:Key|Signature)=[\w+/%=&.-]{20,}"),
+        ("sig=", r"[?&]sig=[\w%+/-]{30,}"),
+        ("==", r"(?<![A-Za-z0-9+/])[A-Za-z0-9+/]{86}==(?![A-Za-z0-9+/=])"),
+        ("npm_", r"npm_[A-Za-z0-9]{30,}"),
+        ("pypi-", r"pypi-(?:AgE[\w-]{10,}|[\w-]{50,})"),
+        ("SG.", r"SG\.[\w-]{16,}\.[\w-]{16,}"),
+        (":AA", r"\d{8,10}:AA[\w-]{33}"),
+        ("_v1_", r"do[opr]_v1_[0-9a-f]{40,}"),
+        ("dapi", r"dapi[0-9a-f]{32}"),
+        ("eyJ", r"eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]*"),
+        ("PRIVATE KEY", r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----"),
+        ("PuTTY-User-Key-File-", r"PuTTY-User-Key-File-\d"),
+        ("://", r"://[^\s/@:\"'<>]*:[^\s/@\"'<>]+@"),
+    )
 )
+# The user's part of an address, with or without a password.
+_CREDENTIALS = re.compile(r"(?i)([a-z][a-z0-9+.-]*://)[^\s/@\"'<>]+@")
+# Forty letters that only a key of AWS has so mixed; a hash has fewer kinds, and a name repeats its letters.
+_KEY = re.compile(r"(?<![A-Za-z0-9/+=._-])[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+=._-])")
+_MIXED = 4.4
+_BASE64 = re.compile(r"(?<![A-Za-z0-9+/=])[A-Za-z0-9+/]{24,2000}={0,2}(?![A-Za-z0-9+/=])")
+# As JSON, YAML and addresses write letters.
+_ESCAPES = re.compile(r"\\u([0-9a-fA-F]{4})|\\x([0-9a-fA-F]{2})|%([0-9a-fA-F]{2})|\\(/)")
 _SECRET_VARIABLE = re.compile(r"TOKEN(?!IZER)|SECRET|PASSWORD|PASSWD|API_?KEY|CREDENTIAL")
-_SHORTEST_SECRET = 8
+_SHORTEST_SECRET, _LONG = 8, 16
+# A share of a network, where backslashes stand for themselves.
+_SHARE = re.compile(r"(?<![\w\\])\\{2}[\w.-]{2,}\\[\w$.-]{2,}(?:\\[\w$.-]+)*")
+_PLAIN = {".md", ".txt"}
 # Folders whose paths exist on one machine only. What follows a scheme or another path is part of an address.
 _PATHS = re.compile(
-    r"(?<![\w./:}>~-])/(?:home|Users|root|mnt|media|opt|private|scratch|srv|tmp|var|work|workspace)/[\w.@+-]+(?:/[\w.@+-]+)*"
+    r"(?<![\w./:}>~-])/(?:home|Users|Volumes|root|mnt|media|opt|private|scratch|srv|tmp|var|work|workspace)/[\w.@+-]+(?:/[\w.@+-]+)*"
+    r"|file:/{1,3}[^\s\"'<>]+|(?<![\w./])[A-Za-z]:/(?:Users|home|Documents and Settings)/[\w.@+-]+(?:/[\w.@+-]+)*"
+    r"|(?<!\\)\\{4}[\w.-]{2,}\\{2}[\w$.-]+(?:\\{1,2}[\w$.-]+)*"
     r"|(?<![\w./])[A-Za-z]:\\{1,2}[\w .$-]+(?:\\{1,2}[\w .$-]+)+|(?<![\w./])~/[\w.@+-]+(?:/[\w.@+-]+)*"
 )
 # As a record may name them: any path that begins with a folder and not with a name.
@@ -74,6 +127,9 @@ class Private:
 def private_here() -> Private:
     """What is private on this machine: the token, secret variables, the home folder, the names of user and machine."""
     values = [value for name, value in os.environ.items() if _SECRET_VARIABLE.search(name.upper())]
+    for stored in (constants.HF_TOKEN_PATH, constants.HF_STORED_TOKENS_PATH):
+        with contextlib.suppress(OSError):
+            values += re.findall(r"[\w.-]{16,}", Path(stored).read_text("utf-8", "replace"))
     home = str(Path.home())
     names = {Path.home().name, socket.gethostname().partition(".")[0]}
     # A container may run as a user without a name.
@@ -95,31 +151,96 @@ def findings(file: Path, name: str, here: Private, known: str) -> list[str]:
         here: From `private_here`.
         known: Text that is public anyway, such as the model id: names in it are no finds.
     """
-    text = _text(file)
-    found: list[tuple[int, str]] = []
-    for secret in here.secrets:
-        found += [(at.start(), "a secret") for at in re.finditer(re.escape(secret), text)]
-    found += [(at.start(), "a secret") for at in _SECRETS.finditer(text)]
+    vocabulary = Path(name).name in _VOCABULARIES
+    text = _decoded(_text(file))
+    found = [(at, "a secret") for at in _secrets(text, here, vocabulary=vocabulary)]
+    if not found and _holds(file, here):
+        found.append((0, "a secret"))
     folders = "|".join(re.escape(folder) + r"[\w./-]*" for folder in here.folders)
     for pattern in [re.compile(folders)] if folders else []:
         found += [(at.start(), f"the local path {at[0]}") for at in pattern.finditer(text)]
-    if Path(name).name not in _VOCABULARIES:
-        found += [(at.start(), f"the local path {at[0]}") for at in _PATHS.finditer(text)]
-    if file.suffix in (".json", ".md", ".txt") and Path(name).name not in _VOCABULARIES:
-        for one in here.names:
-            if one.lower() not in known.lower():
-                pattern = re.compile(rf"(?<![\w-]){re.escape(one)}(?![\w-])", re.IGNORECASE)
-                found += [(at.start(), f"the name {at[0]}") for at in pattern.finditer(text)]
-    if file.suffix == ".json" and Path(name).name not in _VOCABULARIES:
+    if not vocabulary:
+        patterns = [_PATHS, _SHARE] if file.suffix in _PLAIN else [_PATHS]
+        found += [(at.start(), f"the local path {at[0]}") for pattern in patterns for at in pattern.finditer(text)]
+    if file.suffix in (".json", ".md", ".txt", "") and not vocabulary:
+        found += _names(text, here, known)
+    if file.suffix == ".safetensors":
+        found += _names(json.dumps((_json(_text(file)) or {}).get("__metadata__"), ensure_ascii=False), here, known)
+    if file.suffix == ".json" and not vocabulary:
         found += [(text.find(said), f"the typed command {said[:40]}") for said in _commands(_json(text))]
-    lines = {f"{name}, line {text.count(chr(10), 0, max(at, 0)) + 1}: {what}" for at, what in found}
+    shown = "a file" if any(True for _ in _secrets(_decoded(name), here, vocabulary=False)) else name
+    lines = {f"{shown}, line {text.count(chr(10), 0, max(at, 0)) + 1}: {what}" for at, what in found}
+    if shown != name:
+        lines.add("a file whose name holds a secret")
+    lines |= {f"{name}: its name holds {what}" for _, what in _names(_decoded(name), here, known)}
     return sorted(lines)
+
+
+def _secrets(text: str, here: Private, *, vocabulary: bool) -> Iterator[int]:
+    """Where a text holds secrets."""
+    for secret in here.secrets:
+        # A short one may be a word.
+        if not vocabulary or len(secret) >= _LONG:
+            yield from (at.start() for at in re.finditer(re.escape(secret), text))
+    yield from (at.start() for at in _formed(text))
+    if vocabulary:
+        return
+    yield from (at.start() for at in _KEY.finditer(text) if _mixed(at[0]))
+    for at in _BASE64.finditer(text):
+        with contextlib.suppress(ValueError):
+            inner = base64.b64decode(at[0] + "=" * (-len(at[0]) % 4), validate=True).decode("ascii")
+            if any(True for _ in _formed(inner)) or any(secret in inner for secret in here.secrets):
+                yield at.start()
+
+
+def _formed(text: str) -> Iterator[re.Match[str]]:
+    """What has the form of a secret."""
+    for hint, pattern in _FORMS:
+        if hint in text:
+            yield from pattern.finditer(text)
+
+
+def _mixed(text: str) -> bool:
+    """Whether a text is as mixed as a random key: all kinds of letters, and hardly any twice."""
+    kinds = (str.islower, str.isupper, str.isdigit)
+    shares = [count / len(text) for count in Counter(text).values()]
+    return all(any(map(kind, text)) for kind in kinds) and -sum(p * math.log2(p) for p in shares) > _MIXED
+
+
+def _names(text: str, here: Private, known: str) -> list[tuple[int, str]]:
+    """Names of the user and of the machine in a text."""
+    patterns = [
+        re.compile(rf"(?<![A-Za-z0-9-]){re.escape(one)}(?![A-Za-z0-9-])", re.IGNORECASE)
+        for one in here.names
+        if one.lower() not in known.lower()
+    ]
+    return [(at.start(), f"the name {at[0]}") for pattern in patterns for at in pattern.finditer(text)]
+
+
+def _decoded(text: str) -> str:
+    """A text with its escapes resolved: those of JSON and YAML, and those of addresses."""
+    for _ in range(3):
+        before = text
+        text = _ESCAPES.sub(lambda found: found[4] or chr(int(found[1] or found[2] or found[3], 16)), text)
+        if text == before:
+            break
+    return text
+
+
+def _holds(file: Path, here: Private) -> bool:
+    """Whether the bytes of a file hold a secret of this machine, whatever kind of file it is."""
+    long = [secret.encode() for secret in here.secrets if len(secret) >= _LONG]
+    if not long or file.stat().st_size == 0:
+        return False
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return any(data.find(secret) >= 0 for secret in long)
 
 
 def is_private(text: str, here: Private) -> bool:
     """Whether a text holds a secret or a path of this machine."""
     held = any(one in text for one in (*here.secrets, *here.folders))
-    return held or bool(_SECRETS.search(text)) or bool(_PATHS.search(text))
+    text = _decoded(text)
+    return held or any(True for _ in _secrets(text, here, vocabulary=False)) or bool(_PATHS.search(text))
 
 
 def scrubbed(data: Any, here: Private) -> Any:
@@ -150,13 +271,22 @@ def _is_origin(key: str, value: Any) -> bool:
 def _without(text: str, here: Private) -> str:
     for secret in here.secrets:
         text = text.replace(secret, "…")
-    text = _SECRETS.sub("…", text)
-    for pattern in (_PATHS, _ANY_PATH):
+    # What escapes hide is only found without them.
+    if (plain := _decoded(text)) != text and is_private(plain, here):
+        text = plain
+    text = _CREDENTIALS.sub(r"\1", text)
+    for _, pattern in _FORMS:
+        text = pattern.sub("…", text)
+    text = _KEY.sub(lambda found: "…" if _mixed(found[0]) else found[0], text)
+    text = _BASE64.sub(
+        lambda found: "…" if any(True for _ in _secrets(found[0], here, vocabulary=False)) else found[0], text
+    )
+    for pattern in (_PATHS, _SHARE, _ANY_PATH):
         text = pattern.sub(_last_part, text)
     for folder in here.folders:
         text = text.replace(folder, "…")
     for name in here.names:
-        text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", "…", text, flags=re.IGNORECASE)
+        text = re.sub(rf"(?<![A-Za-z0-9-]){re.escape(name)}(?![A-Za-z0-9-])", "…", text, flags=re.IGNORECASE)
     return text
 
 

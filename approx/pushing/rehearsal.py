@@ -1,7 +1,8 @@
 """Write the folder that a push would upload, without uploading it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from approx.checkpoints.atomic_folder import atomic_folder, refuse_existing, refuse_overlap
@@ -20,6 +21,7 @@ def rehearse(
     public: bool = False,
     force: bool = False,
     offline: bool = False,
+    said: Mapping[str, Any] = MappingProxyType({}),
     progress: Callable[[str, int, int], None] = lambda step, done, total: None,
 ) -> dict[str, Any]:
     """Write the folder that a push would upload; nothing is sent.
@@ -29,6 +31,7 @@ def rehearse(
         out: The folder to write.
         force: Whether an existing `out` is replaced.
         offline: Whether the hub may not be asked for the licence of the base.
+        said: Fields of the card that the user states.
 
     Returns:
         The folder, its files with sizes, the card, and notes.
@@ -42,14 +45,14 @@ def rehearse(
     checked = folder.check(name)
     refuse_overlap(checked.opened.source.folder, out)
     try:
-        fields, notes = ({} if offline else licence(checked, public=public)), []
+        fields, notes = ({} if offline else licence(checked, said, public=public)), []
     except ApproxError as error:
         if error.exit_code == Exit.REFUSED:
             raise
         fields, notes = {}, [str(error)]
     progress("push: writing", 1, 2)
     with atomic_folder(out, force=force) as target:
-        folder.stage(checked, target, repo, records, licence=fields, copies=True)
+        folder.stage(checked, target, repo, records, licence=fields, said=said, copies=True)
     return {
         "output": str(out),
         "files": dict(folder.tree(out)),

@@ -40,7 +40,7 @@ class Results:
     """What records say of one model.
 
     Attributes:
-        evaluations: One for each metric of the model, and one for its baseline.
+        evaluations: One for each metric of the model.
         sections: The tables of each record, for the template.
         cautions: When not to use the model, one sentence each.
         datasets: Ids of the datasets.
@@ -155,7 +155,7 @@ def _speed_of(row: Speed, name: str) -> Speed:
 
 
 def _evaluations(task: Quality, pipeline: str | None) -> list[EvalResult]:
-    """The scores of a model on one task, each followed by that of its base with exact attention."""
+    """The scores of a model on one task."""
     name, split = task.task, task.split
     config = name.partition("/")[2] or None
     if name.startswith("librispeech/") and config in LIBRISPEECH:
@@ -164,23 +164,21 @@ def _evaluations(task: Quality, pipeline: str | None) -> list[EvalResult]:
         config, split = GLUE[config].hub, split.replace("dev", "validation")
     elif dataset_of(name):
         split = split.replace("dev", "validation")
-    listed = []
-    for metric in task.variants[0].scores:
-        for scores, whose in ((task.variants[0].scores, ""), (task.base.scores, ", exact attention")):
-            if scores.get(metric) is not None:
-                listed.append(
-                    EvalResult(
-                        task_type=pipeline or "other",
-                        dataset_type=dataset_of(name) or name,
-                        dataset_name=name,
-                        dataset_config=config,
-                        dataset_split=split,
-                        metric_type=str(_METRICS.get(metric, metric)),
-                        metric_name=f"{metric}{whose}",
-                        metric_value=scores[metric],
-                    )
-                )
-    return listed
+    # The score of the base stands in the tables: here it would be taken for another one of this model.
+    return [
+        EvalResult(
+            task_type=pipeline or "other",
+            dataset_type=dataset_of(name) or name,
+            dataset_name=name,
+            dataset_config=config,
+            dataset_split=split,
+            metric_type=str(_METRICS.get(metric, metric)),
+            metric_name=metric,
+            metric_value=score,
+        )
+        for metric, score in task.variants[0].scores.items()
+        if score is not None
+    ]
 
 
 def _too_slow(rows: list[Speed], name: str) -> list[str]:

@@ -4,10 +4,11 @@ Nothing is kept between runs: what is on the hub already is not uploaded again, 
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any
 
 from approx.conversion import checks, clean_process
@@ -70,6 +71,7 @@ def upload_folder(
     revision: str | None = None,
     message: str | None = None,
     force: bool = False,
+    said: Mapping[str, Any] = MappingProxyType({}),
     agree: Callable[[Upload], bool] = lambda upload: True,
     progress: Progress = lambda step, done, total: None,
 ) -> dict[str, Any]:
@@ -84,6 +86,7 @@ def upload_folder(
         revision: The branch; created if it does not exist.
         message: Message of the commit.
         force: Whether files that were edited on the hub, or belong to another model, are written over.
+        said: Fields of the card that the user states.
         agree: Called with what will be done; false stops the push before anything is written.
         progress: Called with the step, steps done and steps in all.
 
@@ -106,11 +109,11 @@ def upload_folder(
     hub = Remote(repo, revision)
     step("signing in")
     user = hub.user(reads_only=create_pr)
-    fields = licence(checked, public=public)
+    fields = licence(checked, said, public=public)
     with TemporaryDirectory(prefix="approx-push-") as temporary:
         staged = Path(temporary, "folder")
         staged.mkdir()
-        published = folder.stage(checked, staged, repo, records, licence=fields, copies=False)
+        published = folder.stage(checked, staged, repo, records, licence=fields, said=said, copies=False)
         step("comparing with the repository")
         held = _held(hub, user, staged, create_pr=create_pr)
         refuse_surprises(hub, held, public=public, create_pr=create_pr, force=force)
@@ -129,8 +132,8 @@ def upload_folder(
         commit, request, ref = held.commit, hub.pull_request, hub.revision
         if not identical:
             step("uploading")
-            said = message or f"Upload with approx {__version__}"
-            commit, request, ref = _written(hub, held, checked, staged, changes, published, said, public, create_pr)
+            words = message or f"Upload with approx {__version__}"
+            commit, request, ref = _written(hub, held, checked, staged, changes, published, words, public, create_pr)
         step("downloading and comparing")
         check = _compared(hub, checked, str(commit or ref), Path(temporary, "again"))
     return {

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from approx.errors import ApproxError, did_you_mean
+from approx.errors import ApproxError, did_you_mean, shown
 from approx.tasks.classification import SequenceClassification
 from approx.tasks.copying import Copying
 from approx.tasks.documents import Documents
@@ -110,7 +110,9 @@ def _checked(task: Task, columns: Any) -> dict[str, str]:
     if not task.fields:
         raise ApproxError(f"The task '{task.name}' reads no tables, so it has no columns to name. Leave out columns.")
     if not isinstance(columns, Mapping) or not all(isinstance(one, str) for pair in columns.items() for one in pair):
-        raise ApproxError(f"The columns {columns!r} of the task '{task.name}' must be names, e.g. {{text: review}}.")
+        raise ApproxError(
+            f"The columns {shown(columns)} of the task '{task.name}' must be names, e.g. {{text: review}}."
+        )
     known = (*task.fields, *task.optional_fields, "id", "group")
     if wrong := [field for field in columns if field not in known]:
         raise ApproxError(

@@ -52,7 +52,7 @@ class Classification(SequenceClassification):
             return
         if len(names) < 2 or len(set(names)) < len(names):
             raise ApproxError(
-                f"The setting 'labels' of the task '{self.name}' is {labels!r}; it must name at least two different "
+                f"The setting 'labels' of the task '{self.name}' is {shown(labels)}; it must name at least two different "
                 "classes, in the order of the model's outputs."
             )
         self.labels, self._arranged = names, tuple(range(len(names)))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from approx.errors import ApproxError, Exit
+from approx.errors import ApproxError, Exit, shown
 from approx.tasks.classification import SequenceClassification
 from approx.tasks.settings import whole_setting
 from approx.tasks.task import Example, Split, Tally
@@ -58,12 +58,12 @@ class ListOps(SequenceClassification):
         self, preset: str = "long-range-arena", examples: int = 2000, brackets: bool = False, seed: int = 0
     ) -> None:
         if preset not in PRESETS:
-            raise ApproxError(f"The task '{self.name}' has no preset {preset!r}. Known: {', '.join(PRESETS)}.")
+            raise ApproxError(f"The task '{self.name}' has no preset {shown(preset)}. Known: {', '.join(PRESETS)}.")
         self._preset = preset
         self._size = whole_setting(self.name, "examples", examples, 1)
         if not isinstance(brackets, bool):
             raise ApproxError(
-                f"The setting 'brackets' of the task '{self.name}' is {brackets!r}; it must be true or false."
+                f"The setting 'brackets' of the task '{self.name}' is {shown(brackets)}; it must be true or false."
             )
         self._brackets = brackets
         self._seed = whole_setting(self.name, "seed", seed, 0)

@@ -6,7 +6,7 @@ import math
 import re
 from typing import Any
 
-from approx.errors import ApproxError
+from approx.errors import ApproxError, shown
 
 # A comma inside a name is followed by an underscore: SQuAD has an article "Fresno,_California".
 _BETWEEN_NAMES = re.compile(r"\s*,(?!_)\s*")
@@ -23,7 +23,7 @@ def whole_setting(task: str, setting: str, value: Any, least: int, most: int | N
         return value
     allowed = f"at least {least}" if most is None else f"from {least} to {most}"
     raise ApproxError(
-        f"The setting '{setting}' of the task '{task}' is {value!r}; it must be a whole number {allowed}."
+        f"The setting '{setting}' of the task '{task}' is {shown(value)}; it must be a whole number {allowed}."
     )
 
 
@@ -39,7 +39,7 @@ def names_setting(task: str, setting: str, value: Any) -> tuple[str, ...]:
         if all(names):
             return names
     raise ApproxError(
-        f"The setting '{setting}' of the task '{task}' is {value!r}; it must be a list of names, e.g. {setting}=one,two."
+        f"The setting '{setting}' of the task '{task}' is {shown(value)}; it must be a list of names, e.g. {setting}=one,two."
     )
 
 
@@ -52,7 +52,7 @@ def number_setting(task: str, setting: str, value: Any, above: float, below: flo
     if isinstance(value, int | float) and not isinstance(value, bool) and above < value < below:
         return float(value)
     bounds = "finite number" if math.isinf(below) else f"number above {above:g} and below {below:g}"
-    raise ApproxError(f"The setting '{setting}' of the task '{task}' is {value!r}; it must be a {bounds}.")
+    raise ApproxError(f"The setting '{setting}' of the task '{task}' is {shown(value)}; it must be a {bounds}.")
 
 
 def window_within(task: str, window: int | None, limit: int | None, default: int) -> int:

@@ -1,10 +1,16 @@
 """What a push refuses before it uploads anything, and the folder that a dry run writes."""
 
+import base64
 import json
+import os
 import shutil
+import time
+from pathlib import Path
 
 import pytest
-from huggingface_hub import ModelCard
+import torch
+from huggingface_hub import ModelCard, constants
+from safetensors.torch import save_file
 
 from approx import api
 from approx.checkpoints import checkpoint
@@ -15,6 +21,20 @@ from approx.seam.manifest import MANIFEST, check_seal, seal
 
 HOME = "/home"
 SECRET = "hf_" + "s" * 34
+
+
+LETTERS = "aB3dE5gH7jK9mN1pQ2sT4vW6xY8zA0cD2fG4hJ6k"
+KEYS = [
+    "AKIA" + "IOSFODNN7EXAMPLE", f"aws_secret_access_key = {LETTERS}", LETTERS, "AIza" + LETTERS[:35], "npm_" + LETTERS[:36],
+    "pypi-" + "AgEIcHlwaS5vcmc" + LETTERS, f"eyJhbGciOiJIUzI1NiJ9.{'eyJzdWIiOiIxMjM0NTY3ODkwIn0'}.{LETTERS}",
+    "-----BEGIN PGP " + "PRIVATE KEY BLOCK-----", "-----BEGIN OPENSSH " + "PRIVATE KEY-----",
+    "https://hooks.slack.com/" + f"services/T0123ABCD/B0123ABCD/{LETTERS[:24]}", "xoxb-" + "1234567890-abcdefghij",
+    "DefaultEndpointsProtocol=https;AccountName=x;AccountKey=" + LETTERS * 2 + "abcdef==", LETTERS * 2 + "abcdef==",
+    "rk_live_" + LETTERS[:24], "sk_live_" + LETTERS[:24], "ghp_" + LETTERS[:36], "glpat-" + LETTERS[:20],
+    "sk-ant-api03-" + LETTERS, "sk-" + LETTERS, "hf_" + LETTERS[:34], "\\u0068f_" + LETTERS[:34], "h\\x66_" + LETTERS[:34],
+    "%68f_" + LETTERS[:34], "postgres://ada:hunter2@db.example.org/x", "SG." + LETTERS[:22] + "." + LETTERS,
+    base64.b64encode(f"token hf_{LETTERS[:34]}".encode()).decode(),
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -91,7 +111,17 @@ def test_secrets_and_paths_are_refused_by_file_and_line_and_secrets_are_not_repe
         ("in ~/models/bert", "the local path ~/models/bert"),
         ("by mallory, on a machine", "the name mallory"),
         ('{"a": [{"command": "approx convert x"}]}', "the typed command approx convert x"),
+        # Names that only look like keys are put together here, so that no scanner finds them in this file.
+        *[(text, "a secret") for text in KEYS],
+        ("see file:///home/ada/notes", "the local path file:///home/ada/notes"),
+        ("C:/Users/ada/model", "the local path C:/Users/ada/model"),
+        (r"on \\\\server\\share\\x", r"the local path \\\\server\\share\\x"),
+        (r"by m\u0061llory", "the name mallory"),
+        ("file mallory_notes", "the name mallory"),
         ("https://example.org/home/ada, 1/2, and/or, mallory-like", None),
+        ("Wav2Vec2ForSequenceClassificationOfAudio and " + "0123456789abcdef" * 4, None),
+        ("aa2b3c4d5e6f7081928374655647382910abcdef", None),
+        ("task-specific-and-long-words-with-risk-management-of-all", None),
     ],
 )
 def test_what_is_private_is_found(tmp_path, monkeypatch, text, found):
@@ -108,6 +138,57 @@ def test_what_is_private_is_found(tmp_path, monkeypatch, text, found):
     if found and not found.startswith("the typed"):
         file.write_text(json.dumps(clean))
         assert privacy.findings(file, "some.json", here, "ada/m") == []
+
+
+def test_a_password_in_an_address_leaves_a_record_whole():
+    here = privacy.Private((), (), ())
+    for text in ("https://ada:hunter2@example.org/x", "https://ada@example.org/x"):
+        assert privacy.scrubbed({"a": text}, here) == {"a": "https://example.org/x"}
+
+
+def test_names_of_files_and_notes_in_weights_are_searched(tmp_path):
+    here = privacy.Private((), (), ("mallory",))
+    save_file({"x": torch.zeros(1)}, tmp_path / "a.safetensors", {"by": "mallory"})
+    assert privacy.findings(tmp_path / "a.safetensors", "a.safetensors", here, "ada/m") == [
+        "a.safetensors, line 1: the name mallory"
+    ]
+    (tmp_path / "x").write_text("fine")
+    assert privacy.findings(tmp_path / "x", "of_mallory.txt", here, "ada/m") == [
+        "of_mallory.txt: its name holds the name mallory"
+    ]
+    (said,) = privacy.findings(tmp_path / "x", f"{SECRET}.txt", here, "ada/m")
+    assert said == "a file whose name holds a secret"
+
+
+@pytest.mark.parametrize("where", ["HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH", "HF_STORED_TOKENS_PATH"])
+def test_the_token_in_use_is_found_in_the_bytes_of_any_file(tmp_path, monkeypatch, where):
+    token = "a-token-of-no-known-form-0123"
+    for name in ("HF_TOKEN_PATH", "HF_STORED_TOKENS_PATH"):
+        monkeypatch.setattr(constants, name, str(tmp_path / "none"))
+    if where.endswith("PATH"):
+        (tmp_path / "stored").write_text(f"[mine]\nhf_token = {token}\n")
+        monkeypatch.setattr(constants, where, str(tmp_path / "stored"))
+    else:
+        monkeypatch.setenv(where, token)
+    (tmp_path / "model.safetensors").write_bytes(
+        b"\x02" + b"\0" * 7 + b"{}" + b"\0\xff" * 1000 + token.encode() + b"\xff"
+    )
+    (tmp_path / "tokenizer.json").write_text(f'{{"{token}": 1}}')
+    for name in ("model.safetensors", "tokenizer.json"):
+        found = privacy.findings(tmp_path / name, name, privacy.private_here(), "ada/m")
+        assert found == [f"{name}, line 1: a secret"]
+
+
+def test_finds_nothing_in_real_vocabularies_and_is_fast():
+    folder = os.environ.get("APPROX_DATA_DIR")
+    if not folder or not (Path(folder) / "tokenizers").is_dir():
+        pytest.skip("APPROX_DATA_DIR names no folder with tokenizers")
+    files = [path for path in sorted(Path(folder, "tokenizers").rglob("*")) if path.is_file()]
+    assert files
+    here, begun = privacy.Private(("a secret that nobody has",), ("/home/mallory",), ("mallory",)), time.monotonic()
+    found = [line for path in files for line in privacy.findings(path, path.name, here, "ada/m")]
+    assert found == []
+    assert time.monotonic() - begun < 1 + sum(path.stat().st_size for path in files) / 1e6
 
 
 def test_a_name_that_is_in_the_model_id_is_public_anyway(tmp_path, monkeypatch):

@@ -6,7 +6,6 @@ import shutil
 
 import pytest
 from huggingface_hub import HfApi, ModelCard
-from transformers import pipeline
 
 from approx import api
 from approx.errors import ApproxError, Exit
@@ -149,7 +148,11 @@ def test_a_long_list_of_files_comes_in_pages(converted, hub):
     assert len(Place("ada/m").files()) > 3
 
 
+@pytest.mark.slow
 def test_the_pushed_model_runs_in_a_pipeline_at_its_pinned_commit(converted, hub):
+    # Importing it imports every pipeline.
+    from transformers import pipeline
+
     done = api.push(converted, "ada/m")
     classify = pipeline("text-classification", model="ada/m", revision=done["commit"])
     assert classify("the film is good")[0]["label"] in ("negative", "positive")

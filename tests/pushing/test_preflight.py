@@ -185,7 +185,7 @@ def test_finds_nothing_in_real_vocabularies_and_is_fast():
         pytest.skip("APPROX_DATA_DIR names no folder with tokenizers")
     files = [path for path in sorted(Path(folder, "tokenizers").rglob("*")) if path.is_file()]
     assert files
-    here, begun = privacy.Private(("a secret that nobody has",), ("/home/mallory",), ("mallory",)), time.monotonic()
+    here, begun = privacy.Private(("a secret that nobody has",), (f"{HOME}/mallory",), ("mallory",)), time.monotonic()
     found = [line for path in files for line in privacy.findings(path, path.name, here, "ada/m")]
     assert found == []
     assert time.monotonic() - begun < 1 + sum(path.stat().st_size for path in files) / 1e6

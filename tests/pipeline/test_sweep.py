@@ -9,6 +9,7 @@ import pytest
 
 import killable
 from approx import grid
+from approx.checkpoints.atomic_folder import claim
 from approx.errors import ApproxError, Exit
 from approx.evaluation import record
 from approx.pipeline import sweep as stage
@@ -180,7 +181,8 @@ def test_a_cell_that_fails_stops_no_other_and_is_tried_again(whole, study, tmp_p
 def test_a_conversion_that_fails_takes_its_cells_with_it(edited, tmp_path):
     read = edited("settings: {left: 1}, grid: {right: [1]}", "settings: {left: 1, right: 2}")
     out = tmp_path / "out"
-    (out / "converted").mkdir(parents=True)
+    claim(out, "sweep", "a sweep")
+    (out / "converted").mkdir()
     # A file is in the place of the folder.
     (out / "converted" / titles(read)["convert local"][:16]).write_text("x", encoding="utf-8")
     made, computed = swept(read, out)

@@ -2,10 +2,10 @@
 
     python bench/calibration.py -o reports/calibration
 
-Simulated models with equal error rates, with and without a planted loss, are compared as `approx evaluate` does: 5 % of
-pairs without a loss may have an interval that excludes 0, and 5 % of pairs whose loss equals the margin may be settled.
-The number of examples that an inconclusive verdict asks for must then settle four in five. Writes `record.json` and,
-from it, `report.md`.
+Simulated models with equal error rates, with and without a planted loss, are compared as `approx evaluate` does: about 5 % of
+pairs without a loss may have an interval that excludes 0, and about 5 % of pairs whose loss equals the margin may be settled.
+The number of examples that an inconclusive verdict asks for must then settle four in five. A loss that strikes few
+examples, but wholly, must not pass for no loss. Writes `record.json` and, from it, `report.md`.
 """
 
 import argparse
@@ -27,11 +27,24 @@ from rich.console import Console
 from rich.progress import track
 
 from approx.evaluation.record import environment
-from approx.evaluation.statistics import CONFIDENCE, POWER, Comparison, compare_correct, compare_scores, verdict
+from approx.evaluation.statistics import (
+    CONFIDENCE,
+    POWER,
+    Comparison,
+    Stake,
+    compare_correct,
+    compare_scores,
+    design_effect,
+    verdict,
+)
 from approx.tasks.metrics import METRICS
 
 LOSS = 0.01
 REPETITIONS, RESAMPLES = 1000, 200
+# A rare loss: this share of examples is wholly lost, of so many, at a margin of half a point or per cent.
+LOST, STRUCK, MARGIN = 0.02, 60, 0.5
+# Sizes at which equal models are tried for the verdict "no loss" at a margin of one point or per cent.
+SIZES = tuple(round(100 * 2 ** (step / 2)) for step in range(13))
 
 Evidence = NDArray[np.float64]
 
@@ -99,6 +112,34 @@ def stretches(generator: Generator, count: int, harm: float) -> Pair:
     return Pair(np.stack([base, empty, size], 1), np.stack([converted * (1 + harm), empty, size], 1))
 
 
+def struck(metric: str, models: Callable[[Generator, int, float], Pair]) -> Callable[[Generator, int, float], Pair]:
+    """The converted model is the base, but for a share `harm` of examples that it loses wholly."""
+
+    def made(generator: Generator, count: int, harm: float) -> Pair:
+        base, _, groups = models(generator, count, 0.0)
+        lost = METRICS[metric].lost(base)
+        return Pair(base, np.where(generator.random(len(base))[:, None] < harm, lost, base), groups)
+
+    return made
+
+
+def alike(models: Callable[[Generator, int, float], Pair]) -> Callable[[Generator, int, float], Pair]:
+    """The converted model is the base, but for one example in fifty, on which it does as an independent model would."""
+
+    def made(generator: Generator, count: int, harm: float) -> Pair:
+        base, converted, groups = models(generator, count, 0.0)
+        return Pair(base, np.where(generator.random(len(base))[:, None] < 0.02, converted, base), groups)
+
+    return made
+
+
+def utterances(generator: Generator, count: int, harm: float) -> Pair:
+    """Words and errors in utterances of as many speakers."""
+    base, converted, groups = speakers(generator, count, harm)
+    _, first = np.unique(groups, return_index=True)
+    return Pair(base[first], converted[first])
+
+
 class World(NamedTuple):
     """A metric, models to score with it, and the number of examples or groups."""
 
@@ -136,8 +177,21 @@ def compared(world: World, pair: Pair, seed: int, resamples: int = RESAMPLES) ->
     def difference(rows: NDArray[np.intp]) -> float:
         return sign * (metric.total(pair.converted[rows]) - metric.total(pair.base[rows]))
 
+    clustering = 1.0
+    if pair.groups is not None:
+        clustering = design_effect(
+            lambda rows: metric.total(pair.base[rows]), len(pair.base), pair.groups, seed=seed, resamples=resamples
+        )
+    low, high = metric.bounds
     return compare_scores(
-        difference, len(pair.base), seed=seed, groups=pair.groups, widest=metric.widest, resamples=resamples
+        difference,
+        len(pair.base),
+        seed=seed,
+        stake=Stake(*metric.at_stake(pair.base)),
+        groups=pair.groups,
+        clustering=clustering,
+        widest=high - low if math.isfinite(high - low) else None,
+        resamples=resamples,
     )
 
 
@@ -165,8 +219,8 @@ def settled(world: World, margin: float, repetitions: int, resamples: int = RESA
     """Share of pairs with the planted loss whose verdict is not `inconclusive`."""
     generator, decided, harm = np.random.default_rng(seed), 0, harm_of(world, LOSS)
     for repetition in range(repetitions):
-        interval = _interval(compared(world, world.models(generator, world.count, harm), repetition, resamples))
-        decided += verdict(interval, margin, world.count)[0] != "inconclusive"
+        made = compared(world, world.models(generator, world.count, harm), repetition, resamples)
+        decided += verdict(_interval(made), margin, world.count, rare=made.rare)[0] != "inconclusive"
     return decided / repetitions
 
 
@@ -174,14 +228,82 @@ def needed(world: World, resamples: int = RESAMPLES) -> int:
     """Examples, or groups, that a verdict asks for if the observed loss is exactly the planted one and the margin is 0."""
     generator, harm = np.random.default_rng(2), harm_of(world, LOSS)
     pilots = [compared(world, world.models(generator, world.count, harm), seed, resamples) for seed in range(60)]
+    rare = float(np.mean([made.rare for made in pilots]))
     half = float(np.mean([(high - low) / 2 for low, high in map(_interval, pilots)]))
+    noise = math.sqrt(max(half**2 - rare**2, 0.0))
     # A pilot large enough to settle would not give a number, so it is presented as a smaller one.
     smaller = max(1.0, (1.5 * LOSS / half) ** 2)
-    half *= math.sqrt(smaller)
-    asked = verdict((-LOSS - half, -LOSS + half), 0.0, math.ceil(world.count / smaller))[1]
+    noise, rare = noise * math.sqrt(smaller), rare * smaller
+    half = math.hypot(noise, rare)
+    asked = verdict((-LOSS - half, -LOSS + half), 0.0, math.ceil(world.count / smaller), rare=rare)[1]
     if asked is None:
         raise ValueError(f"{world.name}: the verdict asks for no number of examples")
     return asked
+
+
+def missed(world: World, lost: float, margin: float | None, repetitions: int, resamples: int = RESAMPLES) -> float:
+    """Share of pairs with a rare loss whose verdict is that there is none, or none beyond the margin.
+
+    Args:
+        world: Of `struck` models.
+        lost: Share of examples that are wholly lost.
+        margin: In points, or per cent of the base's score; None takes the loss itself.
+        repetitions: Number of pairs.
+        resamples: Resamples of each comparison.
+    """
+    metric, passed, generator = METRICS[world.metric], 0, np.random.default_rng(3)
+    # What is lost depends on the other examples, so the true loss is a mean over samples of this size.
+    drawn = np.random.default_rng(99)
+    pairs = [world.models(drawn, world.count, lost) for _ in range(500)]
+    score = float(np.mean([metric.total(pair.base) for pair in pairs]))
+    loss = abs(float(np.mean([metric.total(pair.converted) for pair in pairs])) - score)
+    allowed = loss if margin is None else metric.acceptable(margin, score)
+    for repetition in range(repetitions):
+        made = compared(world, world.models(generator, world.count, lost), repetition, resamples)
+        judged = verdict(_interval(made), allowed, world.count, rare=made.rare)[0]
+        passed += judged in ("no loss", "loss within margin")
+    return passed / repetitions
+
+
+def enough(world: World, repetitions: int = 40, resamples: int = RESAMPLES // 2) -> int | None:
+    """The first of `SIZES` at which four in five pairs of equal models have no loss at a margin of one point or per cent."""
+    metric, generator = METRICS[world.metric], np.random.default_rng(4)
+    for size in SIZES:
+        passed = 0
+        for repetition in range(repetitions):
+            pair = world.models(generator, size, 0.0)
+            allowed = metric.acceptable(1.0, metric.total(pair.base))
+            made = compared(world, pair, repetition, resamples)
+            passed += verdict(_interval(made), allowed, size)[0] == "no loss"
+        if passed >= POWER * repetitions:
+            return size
+    return None
+
+
+RARE = {
+    "accuracy": right,
+    "f1": classes,
+    "matthews": classes,
+    "pearson": numbers,
+    "spearman": numbers,
+    "answer_f1": answers,
+    "wer": utterances,
+    "bits_per_byte": stretches,
+}
+"""Metric -> models that are struck by rare losses."""
+
+
+def measure_rare(metric: str) -> dict[str, Any]:
+    """How often a rare loss passes for none, and how many examples equal models need for a verdict."""
+    world = World(metric, struck(metric, RARE[metric]), STRUCK)
+    return {
+        "metric": metric,
+        "missed": missed(world, LOST, MARGIN, REPETITIONS),
+        "missed_at_margin": {
+            str(count): missed(world._replace(count=count), 3 / count, None, REPETITIONS // 2) for count in (60, 300)
+        },
+        "enough": enough(World(metric, alike(RARE[metric]), 0)),
+    }
 
 
 def measure(world: World) -> dict[str, Any]:
@@ -219,7 +341,34 @@ def report(made: dict[str, Any]) -> str:
         f"examples, or speakers, that an inconclusive verdict names for a loss of {100 * LOSS:.0f} point ({LOSS} where the metric is no "
         f"fraction) against a margin of 0, and *settled by them* the share of {made['repetitions'] // 4} pairs of that size with a "
         f"verdict; {100 * POWER:.0f} % are promised, and more are kept where the question came from few speakers or stretches. Made by "
-        f"`{made['command']}`.\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+        f"`{made['command']}`.\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n\n" + _rare(made)
+    )
+
+
+def _rare(made: dict[str, Any]) -> str:
+    sizes = list(made["rare"][0]["missed_at_margin"])
+    lines = [
+        [
+            "metric",
+            f"{100 * LOST:.0f} % of {STRUCK} lost, margin {MARGIN}",
+            *(f"3 of {size} lost, which is the margin" for size in sizes),
+            "equal models need",
+        ],
+        ["---", *["--:"] * (2 + len(sizes))],
+    ]
+    for row in made["rare"]:
+        rates = [row["missed"], *row["missed_at_margin"].values()]
+        asked = f"more than {SIZES[-1]:,}" if row["enough"] is None else f"{row['enough']:,}"
+        lines.append([row["metric"], *(f"{100 * rate:.1f} %" for rate in rates), asked])
+    return (
+        "## Rare, large losses\n\n"
+        "The converted model is the base, but that it loses a few examples wholly: transcripts and answers without a right word, "
+        "the other class, the most distant number, eight bits per byte. The rates are how often the verdict is *no loss*, or *loss within "
+        "margin*; the loss is on average of that share of examples. The margin is in points, or per cent of the base's score. *Equal "
+        "models need* is the first of some sizes at which "
+        f"{100 * POWER:.0f} % of pairs have the verdict *no loss* at a margin of 1, if one model is the other but for one example in fifty.\n\n"
+        + "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        + "\n"
     )
 
 
@@ -243,6 +392,7 @@ def main() -> int:
         "resamples": RESAMPLES,
         "error": math.sqrt(CONFIDENCE * (1 - CONFIDENCE) / REPETITIONS),
         "worlds": [measure(world) for world in track(WORLDS, "simulating", console=Console(stderr=True))],
+        "rare": [measure_rare(metric) for metric in track(RARE, "striking", console=Console(stderr=True))],
         "environment": environment(),
     }
     (options.output / "record.json").write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")

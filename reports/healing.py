@@ -37,7 +37,9 @@ def table(made: Record, name: str) -> str:
             rows.append(f"| *{entry.task}, {entry.split}* | | | | |")
         after = scored.get(TRAINED)
         cells = [_score(metric, exact), "–" if after is None else _with_interval(metric, after)]
-        told = "" if after is None else against(metric, after.scores[metric], exact)
+        told = ""
+        if after is not None:
+            told = f"{against(metric, after.scores[metric], exact)}, {_direction(metric, after)}"
         rows.append(f"| {BASE} | {' | '.join(cells)} | {told} | {_training(trained.get(TRAINED))} |")
         for variant in made.variants:
             healed = scored.get(variant.name + HEALED)
@@ -45,9 +47,9 @@ def table(made: Record, name: str) -> str:
                 continue
             value = healed.scores[metric]
             cells = [
-                _score(metric, scored[variant.name].scores[metric]),
+                _with_interval(metric, scored[variant.name]),
                 _with_interval(metric, healed),
-                against(metric, value, exact),
+                f"{against(metric, value, exact)}, {_direction(metric, healed)}",
                 _training(trained.get(healed.name)),
             ]
             rows.append(f"| {variant.name} | {' | '.join(cells)} |")
@@ -64,16 +66,25 @@ def against(metric: str, value: float, exact: float) -> str:
 
 
 def _score(metric: str, value: float) -> str:
-    return f"{100 * value:.1f}" if METRICS[metric].fraction else f"{value:.2f}"
+    return f"{100 * value:.1f}" if METRICS[metric].fraction else f"{value:.3f}"
 
 
 def _with_interval(metric: str, variant: QualityVariant) -> str:
     score = _score(metric, variant.scores[metric])
-    if not wording.tested(variant) or variant.interval is None:
+    if variant.interval is None:
         return score
-    scale = 100 if METRICS[metric].fraction else 1
+    scale, digits = (100, 1) if METRICS[metric].fraction else (1, 4)
     low, high = (scale * end for end in variant.interval)
-    return f"{score} ({low:+.1f} … {high:+.1f})"
+    exact = "" if wording.tested(variant) else "; attention is exact on these inputs"
+    return f"{score} ({low:+.{digits}f} … {high:+.{digits}f}{exact})"
+
+
+def _direction(metric: str, variant: QualityVariant) -> str:
+    """Whether the interval of a difference is all on one side of exact attention."""
+    if variant.interval is None:
+        return "no interval"
+    low, high = variant.interval if METRICS[metric].lower_is_better else (-variant.interval[1], -variant.interval[0])
+    return "worse" if low > 0 else "better" if high < 0 else "no clear change"
 
 
 def _training(told: Trained | None) -> str:

@@ -17,7 +17,7 @@ sys.path.extend(str(Path(__file__).resolve().parent.parent / name) for name in (
 
 from approx.cli.figures import quality_table, speed_tables
 from approx.evaluation import record
-from approx.evaluation.record_model import Quality, Record, Scores
+from approx.evaluation.record_model import Quality, Record, Scores, Tokens
 from approx.evaluation.record_speed import Speed
 from approx.patterns import figures, find_pattern, pattern_names
 from approx.patterns.study import draw
@@ -107,11 +107,31 @@ def results(long: Record, squad: Record, unhealed: Record) -> str:
         f"by that of the row; {timed.dtype}, batch {timed.batch}, {machine['processor']}, "
         f"{machine['threads']} threads, torch {machine['torch']}; bold is faster beyond the noise. Documents: {entry.examples} texts "
         "of the Brown corpus, cut to that length; a small model trained for minutes, mostly on shorter texts, so compare within a column. "
-        f"SQuAD: {squad.quality[0].examples:,} questions of {tokens.median} tokens in the median and {tokens.longest} at "
-        f"most, timed at {SQUAD_LENGTH}; **healed** is after [minutes of training](docs/healing.md) on other articles, which exact "
+        f"{_of_chance(long)} SQuAD: {squad.quality[0].examples:,} questions of {tokens.median} tokens in the median, {_longest(tokens)}; "
+        f"{_of_groups(squad.quality[0])}timed at {SQUAD_LENGTH}; **healed** is after [minutes of training](docs/healing.md) on other articles, which exact "
         "attention got too. Every mechanism at its defaults, unless its settings are named."
     )
     return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", caption])
+
+
+def _longest(tokens: Tokens) -> str:
+    """The longest input; older records added up the windows of an example, whose overlaps count twice."""
+    return "the longest input was not recorded" if tokens.windows is None else f"{tokens.longest} at most"
+
+
+def _of_chance(made: Record) -> str:
+    """What the best answer scores that ignores its input."""
+    known = {round(entry.chance, 3) for entry in made.quality if entry.chance is not None}
+    if len(known) != 1:
+        return "What guessing scores was not recorded, so scores at chance are not marked."
+    return f"Always the most common class would score {100 * known.pop():.1f}."
+
+
+def _of_groups(entry: Quality) -> str:
+    """Intervals of older records take the questions about one article for independent ones."""
+    return (
+        "" if entry.groups is not None else "intervals from before questions were grouped by article, so too narrow; "
+    )
 
 
 def _timed(made: Record, length: int) -> Speed | None:
@@ -127,6 +147,8 @@ def _quality(entry: Quality, name: str) -> str:
     if variant is None:
         return "–"
     score = _score(entry, variant.scores)
+    if variant.at_chance:
+        score += " *at chance*"
     if not wording.tested(variant) or variant.interval is None:
         return f"{score}, {variant.verdict}"
     low, high = (100 * end for end in variant.interval)

@@ -3,8 +3,10 @@
 from pathlib import Path
 
 from approx.evaluation import record
-from approx.evaluation.record_model import QualityVariant, Record
+from approx.evaluation.record_model import Quality, QualityVariant, Record
+from approx.evaluation.record_speed import Speed, SpeedVariant
 from approx.publishing import wording
+from approx.publishing.summary import standing
 from approx.searching.proving import FOUND
 
 _BEGIN, _END = "<!-- searched: made by reports/refresh.py -->", "<!-- end of searched -->"
@@ -17,7 +19,7 @@ def in_page(page: str, records: Path) -> str:
     before, _, rest = page.partition(_BEGIN)
     _, _, after = rest.partition(_END)
     rows = [
-        "| searched | found | fastest uniform plan that loses no more than asked |",
+        "| searched | found | fastest uniform plan that is shown to lose no more than asked |",
         "|---|---|---|",
         *(_row(record.load(path), path.stem) for path in sorted(records.glob("search-*.json"))),
     ]
@@ -26,19 +28,31 @@ def in_page(page: str, records: Path) -> str:
 
 def _row(made: Record, name: str) -> str:
     task, timed = made.quality[0], made.speed[0]
-    speeds = {one.name: one.ratio or 0.0 for one in timed.variants}
+    speeds = {one.name: one for one in timed.variants}
     scored = {one.name: one for one in task.variants}
+    # What was exact on these inputs, or was not shown to keep within the margin, is no plan to compare with.
     uniform = [
-        one for one in task.variants if not one.name.startswith(_MIXED) and -one.difference <= (one.margin or 0.0)
+        one
+        for one in task.variants
+        if not one.name.startswith(_MIXED) and one.verdict in ("no loss", "loss within margin") and _approximates(one)
     ]
+    fastest = max(uniform, key=lambda one: (speeds[one.name].ratio or 0.0) if one.name in speeds else 0.0, default=None)
     cells = [
         f"[{task.task}, {timed.length:,} tokens, {task.examples} examples of the proof](../reports/{name}/report.md)"
     ]
-    for one in (scored[FOUND], max(uniform, key=lambda one: speeds[one.name], default=None)):
-        cells.append("–" if one is None else _told(one, speeds[one.name], wording.scale(task)))
+    for one in (scored[FOUND], fastest):
+        cells.append("none" if one is None else _told(one, timed, speeds.get(one.name), task))
     return f"| {' | '.join(cells)} |"
 
 
-def _told(one: QualityVariant, speed: float, scale: float) -> str:
+def _approximates(one: QualityVariant) -> bool:
+    return one.approximated is not None and one.approximated.examples > 0
+
+
+def _told(one: QualityVariant, row: Speed, timed: SpeedVariant | None, task: Quality) -> str:
+    scale = wording.scale(task)
     between = "" if one.interval is None else f" ({wording.between([end * scale for end in one.interval])})"
-    return f"{one.name}: {wording.times(speed)}, {wording.signed(one.difference * scale, 1)} points{between}"
+    speed = "not timed"
+    if timed is not None and timed.ratio is not None:
+        speed = f"{wording.times(timed.ratio)} ({wording.between(timed.interval)}; {standing(row, timed)})"
+    return f"{one.name}: {speed}, {wording.signed(one.difference * scale, 1)} points{between}, {one.verdict}"

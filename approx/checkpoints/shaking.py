@@ -17,7 +17,7 @@ _FASTEST = {"approx_kernels.ops.fastest.api": "approx_kernels.ops.exact.api", "f
 # Class members that plan, fit or count a mechanism; kept only if code that a checkpoint needs reads them.
 _PLANNING = re.compile(
     "__init_subclass__|flops|memory|exact_settings|for_layer|warning|calibrate|needs_calibration|takes_calibration|redraw"
-    "|approximates|approximates_from|differs_from|sparse|supports_decode|trainable|takes_notes|padding|gradient|compiles|runs_c"
+    "|approximates|approximated_pairs|approximates_from|differs_from|sparse|supports_decode|trainable|takes_notes|padding|gradient|compiles|runs_c"
 )
 # Statements that register our operators with PyTorch's FLOP counter contain this.
 _COUNTS = "flop_registry"

@@ -125,7 +125,7 @@ def evaluate(
             *label_order(task, predictions[models[0].name], labels, models[0].model.config),
         ],
         rows=None if (tally := loaded.tally) is None else Rows(read=tally.read, skipped={**+tally.skipped}),
-        tokens=Tokens(median=median_low(prepared.lengths), longest=max(prepared.lengths)),
+        tokens=Tokens(median=median_low(prepared.lengths), longest=max(prepared.lengths), windows=prepared.windows),
         **vars(compared),
         outputs=outputs.name if outputs is not None else None,
     )

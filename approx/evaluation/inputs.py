@@ -32,6 +32,7 @@ class Subject:
             random.
         approximates: (positions of an input, positions of the longest input of its batch) -> whether attention is
             approximated; None for a model that is not converted.
+        approximated_pairs: The same -> the share of the pairs of tokens whose weight is not exact.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Subject:
     identity: str | None = None
     reseeded: Callable[[int], AbstractContextManager[Subject]] | None = None
     approximates: Callable[[int, int], bool] | None = None
+    approximated_pairs: Callable[[int, int], float] | None = None
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,8 @@ class Prepared:
         split: The examples.
         encodings: One per example, or one per window of it, without padding, in the order of the examples.
         owners: Index of the example of each encoding.
-        lengths: Tokens of each example, over all its windows.
+        lengths: Tokens of the longest input of each example.
+        windows: Most inputs that an example is read in.
         truncated: Number of truncated examples.
         batches: Indexes of the encodings of each batch, sorted by length, longest first.
     """
@@ -59,6 +62,7 @@ class Prepared:
     encodings: list[Encoding]
     owners: list[int]
     lengths: list[int]
+    windows: int
     truncated: int
     batches: list[list[int]]
 
@@ -111,7 +115,7 @@ def prepare(
         )
     for row in long:
         encoded[row] = task.encode(split.examples[row], processor, limit)
-    lengths = [sum(map(task.tokens, windows)) for windows in encoded]
+    lengths = [max(map(task.tokens, windows), default=0) for windows in encoded]
     for example, length in zip(split.examples, lengths, strict=True):
         if not length:
             raise ApproxError(
@@ -134,7 +138,7 @@ def prepare(
             count = batch_size or max(1, _TOKENS_A_BATCH // task.tokens(encodings[waiting[0]]))
             batches.append(waiting[:count])
             waiting = waiting[count:]
-    return Prepared(split, encodings, owners, lengths, len(long), batches)
+    return Prepared(split, encodings, owners, lengths, max(map(len, encoded)), len(long), batches)
 
 
 def _company(number: int | None, row: int) -> int:

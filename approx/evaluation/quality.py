@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,9 +18,11 @@ from approx.evaluation.record_model import BaseQuality, Quality, QualityVariant,
 from approx.evaluation.statistics import (
     Comparison,
     Interval,
+    Stake,
     accuracy_interval,
     compare_correct,
     compare_scores,
+    design_effect,
     holm,
     score_interval,
     verdict,
@@ -41,6 +44,8 @@ class Compared:
     slice_metric: str
     chance: float | None
     groups: int | None
+    grouped_by: str | None
+    stake: float
     base: BaseQuality
     variants: list[QualityVariant]
 
@@ -57,7 +62,8 @@ def compare(
 ) -> Compared:
     """Score every model and compare each with the first, the base.
 
-    Accuracy is compared by the exact McNemar test, any other metric by a paired bootstrap.
+    Accuracy of independent examples is compared by the exact McNemar test, anything else by a paired bootstrap, over groups
+    if there are any. Where the base cannot be told from guessing, nothing is judged.
 
     Args:
         task: The task; its first metric is compared, the others are only scored.
@@ -68,37 +74,52 @@ def compare(
         seed: Seed of the bootstrap.
         covered: Name of each converted model -> the inputs on which it approximates.
     """
-    labels, groups = [example.label for example in examples], _groups(examples)
+    labels, groups = [example.label for example in examples], groups_of(examples)
     metric = METRICS[task.metrics[0]]
-    evidence = {name: metric.evidence(values, labels) for name, values in predictions.items()}
-    correct = {
-        # The McNemar test applies only if the score is the share of correct, independent examples.
-        name: task.correct(values, labels) if metric.key == "accuracy" and groups is None else None
+    base, *others = predictions
+    scored = {
+        name: _Scored.of(
+            metric,
+            metric.evidence(values, labels),
+            # The McNemar test applies only if the score is the share of correct, independent examples.
+            task.correct(values, labels) if metric.key == "accuracy" and groups is None else None,
+        )
         for name, values in predictions.items()
     }
     chance = metric.chance(labels)
+    clustering = 1.0
+    if groups is not None:
+        clustering = design_effect(scored[base].score, len(labels), groups, seed=seed)
 
     def own(name: str) -> tuple[Interval | None, bool]:
         """The interval of the score of one model, and whether it reaches chance."""
-        ends = _interval(metric, evidence[name], correct[name], groups, seed)
-        low, high = ends or (metric.total(evidence[name]),) * 2
+        ends = scored[name].interval(groups, clustering, seed)
+        low, high = ends or (scored[name].score(slice(None)),) * 2
         return ends, chance is not None and (high >= chance if metric.lower_is_better else low <= chance)
 
-    base, *others = predictions
+    interval, at_chance = own(base)
     variants = []
     for name in others:
-        comparison = _compare(metric, (evidence[base], evidence[name]), (correct[base], correct[name]), groups, seed)
-        gain = comparison.interval
-        if gain is not None and metric.lower_is_better:
-            gain = (-gain[1], -gain[0])
+        comparison = scored[base].compared_with(scored[name], groups, clustering, seed)
         reach = (covered or {}).get(name)
-        judged, needed = verdict(gain, margin, len(labels), None if reach is None else sum(reach.examples))
+        judged, needed = verdict(
+            comparison.interval,
+            margin,
+            len(labels),
+            None if reach is None else sum(reach.examples),
+            None if reach is None else reach.pairs,
+            at_chance=at_chance,
+            rare=comparison.rare,
+        )
+        difference, ends = comparison.difference, comparison.interval
+        if metric.lower_is_better:
+            difference, ends = -difference, None if ends is None else (-ends[1], -ends[0])
         variants.append(
             QualityVariant(
                 name=name,
                 scores=task.score(predictions[name], labels),
-                difference=comparison.difference,
-                interval=None if comparison.interval is None else list(comparison.interval),
+                difference=difference,
+                interval=None if ends is None else list(ends),
                 confidence=comparison.confidence,
                 test=comparison.test,
                 p_value=comparison.p_value,
@@ -108,9 +129,9 @@ def compare(
                 approximated=None if reach is None else reach.counted,
                 slices=_slices(task, labels, lengths, predictions[base], predictions[name]),
                 at_chance=chance is not None and own(name)[1],
+                rare=comparison.rare if ends is not None else None,
             )
         )
-    interval, at_chance = own(base)
     return Compared(
         metric=metric.key,
         fraction=metric.fraction,
@@ -119,6 +140,8 @@ def compare(
         slice_metric=task.slice_metric or metric.key,
         chance=chance,
         groups=None if groups is None else int(groups.max()) + 1,
+        grouped_by=None if groups is None else task.groups.by,
+        stake=scored[base].stake[0],
         base=BaseQuality(
             scores=task.score(predictions[base], labels),
             interval=None if interval is None else list(interval),
@@ -220,45 +243,69 @@ def over_seeds(scores: Sequence[float]) -> Seeds:
     )
 
 
-Evidence = NDArray[np.float64]
+@dataclass(frozen=True)
+class _Scored:
+    """A model's outputs as the metric reads them.
+
+    Args:
+        metric: The metric.
+        evidence: Evidence of each example, [n, k].
+        correct: Whether each example is correct, where accuracies of independent examples are compared.
+        stake: Loss and gain of the score at stake in one example, as magnitudes.
+    """
+
+    metric: type[TaskMetric]
+    evidence: NDArray[np.float64]
+    correct: list[bool] | None
+    stake: tuple[float, float]
+
+    @classmethod
+    def of(cls, metric: type[TaskMetric], evidence: NDArray[np.float64], correct: list[bool] | None) -> _Scored:
+        return cls(metric, evidence, correct, metric.at_stake(evidence) if correct is None else (1.0, 1.0))
+
+    def score(self, rows: Any) -> float:
+        """The score on rows of the examples."""
+        return self.metric.total(self.evidence[rows])
+
+    def compared_with(
+        self, other: _Scored, groups: NDArray[np.intp] | None, clustering: float, seed: int
+    ) -> Comparison:
+        """The difference of another model from this one, oriented so that a loss is negative."""
+        if self.correct is not None and other.correct is not None:
+            return compare_correct(self.correct, other.correct)
+        low, high = self.metric.bounds
+        sign = -1 if self.metric.lower_is_better else 1
+        return compare_scores(
+            lambda rows: sign * (other.score(rows) - self.score(rows)),
+            len(self.evidence),
+            seed=seed,
+            stake=Stake(*self.stake),
+            groups=groups,
+            clustering=clustering,
+            widest=high - low if math.isfinite(high - low) else None,
+        )
+
+    def interval(self, groups: NDArray[np.intp] | None, clustering: float, seed: int) -> Interval | None:
+        """The interval of the score; None if there are too few examples or groups for one."""
+        if self.correct is not None:
+            return accuracy_interval(self.correct)
+        return score_interval(
+            self.score,
+            len(self.evidence),
+            seed=seed,
+            # A loss makes scores smaller, unless lower ones are better.
+            stake=Stake(*(self.stake[::-1] if self.metric.lower_is_better else self.stake)),
+            bounds=self.metric.bounds,
+            groups=groups,
+            clustering=clustering,
+        )
 
 
-def _compare(
-    metric: type[TaskMetric],
-    evidence: tuple[Evidence, Evidence],
-    correct: tuple[list[bool] | None, list[bool] | None],
-    groups: NDArray[np.intp] | None,
-    seed: int,
-) -> Comparison:
-    if correct[0] is not None and correct[1] is not None:
-        return compare_correct(correct[0], correct[1])
-    base, converted = evidence
-    return compare_scores(
-        lambda rows: metric.total(converted[rows]) - metric.total(base[rows]),
-        len(base),
-        seed=seed,
-        groups=groups,
-        widest=metric.widest,
-    )
-
-
-def _interval(
-    metric: type[TaskMetric],
-    evidence: Evidence,
-    correct: list[bool] | None,
-    groups: NDArray[np.intp] | None,
-    seed: int,
-) -> Interval | None:
-    if correct is not None:
-        return accuracy_interval(correct)
-    return score_interval(lambda rows: metric.total(evidence[rows]), len(evidence), seed=seed, groups=groups)
-
-
-def _groups(examples: Sequence[Example]) -> NDArray[np.intp] | None:
-    """Number of each example's group; None if examples are independent."""
-    if all(example.group is None for example in examples):
-        return None
-    return np.unique([example.group or example.id for example in examples], return_inverse=True)[1]
+def groups_of(examples: Sequence[Example]) -> NDArray[np.intp] | None:
+    """Number of each example's group, [n]; None if no two examples share one."""
+    numbers: dict[tuple[str, str], int] = {}
+    groups = np.array([numbers.setdefault(example.unit, len(numbers)) for example in examples])
+    return groups if len(numbers) < len(examples) and any(example.group is not None for example in examples) else None
 
 
 def _slices(
@@ -272,8 +319,15 @@ def _slices(
             start,
             end,
             examples=len(part_labels),
-            base=metric.value(part, part_labels),
-            converted=metric.value(other, part_labels),
+            base=_known(metric, part, part_labels),
+            converted=_known(metric, other, part_labels),
         )
         for (start, end, part, part_labels), (_, _, other, _) in pairs
     ]
+
+
+def _known(metric: type[TaskMetric], predictions: Sequence[Any], labels: Sequence[Any]) -> float | None:
+    """The score of a slice; None if it has none, such as the error rate of transcripts without words."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        total = metric.total(metric.evidence(predictions, labels))
+    return total if math.isfinite(total) else None

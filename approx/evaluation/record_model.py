@@ -18,6 +18,9 @@ from approx.evaluation.record_speed import Crossover, Interval, Speed
 from approx.evaluation.record_training import Trained
 from approx.validation import Written
 
+AT_CHANCE = "the base is at chance"
+"""The verdict where the base cannot be told from guessing, so that no loss could show."""
+
 Scores = dict[str, float]
 Count = Annotated[int, Field(ge=0)]
 
@@ -115,10 +118,13 @@ class Approximated(Written):
     Attributes:
         examples: Number of examples with attention approximated in any of their windows.
         tokens: Share of all real tokens in such windows.
+        pairs: Share of the pairs of tokens whose weight is not exact, in the heads that were converted, averaged over the
+            inputs; older records lack it.
     """
 
     examples: Count
     tokens: float
+    pairs: float | None = None
 
 
 class Seeds(Written):
@@ -184,6 +190,8 @@ class QualityVariant(Written):
         at_chance: Whether the interval of its own score reaches the chance level.
         p_adjusted: p_value, Holm-adjusted over the tasks of the variant, or of its plan in a report of several records;
             null for a single task.
+        rare: How far the interval reaches for losses so rare that no example shows them, in the units of the score; null
+            without an interval; older records lack it.
     """
 
     name: str
@@ -201,18 +209,22 @@ class QualityVariant(Written):
     seeds: Seeds | None = None
     at_chance: bool = False
     p_adjusted: float | None = None
+    rare: float | None = None
 
 
 class Tokens(Written):
-    """Lengths of the inputs.
+    """Lengths of the inputs: what a model read at once, the longest of each example.
 
     Attributes:
         median: Lower median.
         longest: Maximum.
+        windows: Most inputs that an example was read in. Older records lack it; there, the lengths of all windows of an
+            example are added, and their overlaps are counted twice.
     """
 
     median: Count
     longest: Count
+    windows: Count | None = None
 
 
 class Rows(Written):
@@ -246,7 +258,11 @@ class Quality(Written):
         sliced_by: Unit of the bounds of slices.
         slice_metric: Metric of the slices.
         chance: Score of the best answer that ignores its input; null if it is not known.
-        groups: Number of speakers or documents that are resampled as a whole; null if examples are independent.
+        groups: Number of speakers or documents that are resampled as a whole; null if examples are independent. Fewer than 5
+            give no interval.
+        grouped_by: What the examples of a group share, such as `article`; null if examples are independent.
+        stake: What the intervals assume of an example that is wholly lost: the loss of the score for each unit of the share of
+            such examples; older records lack it.
         base: Scores of the base.
         variants: Scores of the variants, in order.
         outputs: Name of the parquet file of per-example outputs, beside the record.
@@ -269,6 +285,8 @@ class Quality(Written):
     slice_metric: str | None = None
     chance: float | None = None
     groups: int | None = None
+    grouped_by: str | None = None
+    stake: float | None = None
     base: BaseQuality
     variants: list[QualityVariant]
     outputs: str | None

@@ -235,14 +235,12 @@ def _held_out(task: Task, split: Split, count: int, seed: int) -> tuple[list[Exa
             Exit.UNAVAILABLE,
         )
     count = max(1, min(count, len(examples) // 10))
-    if isinstance(task, Text):
+    if isinstance(task, Text) and all(example.group is None for example in examples):
         return examples[:-count], examples[-count:]
-    groups: dict[str, list[int]] = {}
+    groups: dict[tuple[str, str], list[int]] = {}
     for number, example in enumerate(examples):
-        groups.setdefault(example.group or f"{number}", []).append(number)
+        groups.setdefault(example.unit, []).append(number)
     names = sorted(groups)
-    if len(names) < 2:
-        return examples[:-count], examples[-count:]
     chosen: set[int] = set()
     for place in np.random.default_rng(seed).permutation(len(names)):
         chosen.update(groups[names[place]])
@@ -252,7 +250,9 @@ def _held_out(task: Task, split: Split, count: int, seed: int) -> tuple[list[Exa
     held_out = [example for number, example in enumerate(examples) if number in chosen]
     if not trained:
         raise ApproxError(
-            f"{task.name}: its training examples form too few groups to hold one of them out.", Exit.UNAVAILABLE
+            f"{task.name}: its {len(examples)} training examples are of {len(names)} {task.groups.by}, so that none can be held out to "
+            "choose the best step. Give examples of more.",
+            Exit.UNAVAILABLE,
         )
     return trained, held_out
 

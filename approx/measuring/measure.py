@@ -124,8 +124,11 @@ def measure_quality(
     subjects = {}
     for label, one in opened.items():
         known = fingerprint(identity(one), computed_by(one.model.device, fast_products=stage.fast_products))
-        approximates = one.model.approximates if one.source.converted else None
-        subject = Subject(label, one.model, checkpoint.processor(one.source), known, approximates=approximates)
+        subject = Subject(label, one.model, checkpoint.processor(one.source), known)
+        if one.source.converted:
+            subject = dataclasses.replace(
+                subject, approximates=one.model.approximates, approximated_pairs=one.model.approximated_pairs
+            )
         reseeded = reseeding(one, subject) if stage.seeds > 1 and label != BASE else None
         subjects[label] = dataclasses.replace(subject, reseeded=reseeded)
     task = task_of(stage)

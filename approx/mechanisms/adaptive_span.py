@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from approx.mechanisms.mechanism import Mechanism, number_up_to_one, one_of, whole_number
+from approx.mechanisms.mechanism import Mechanism, beyond, number_up_to_one, one_of, whole_number
 from approx_kernels.ops.adaptive_span.api import adaptive_span_attention, mass_by_distance, window_sizes
 from approx_kernels.runtime.observed import without_functions
 from approx_kernels.runtime.torch_internals import changes
@@ -133,6 +133,11 @@ class AdaptiveSpanAttention(Mechanism):
     def differs_from(self) -> int:
         """One distance beyond the shortest span."""
         return int(min(self._known())) + 2
+
+    def approximated_pairs(self, length: int) -> float:
+        """The pairs beyond the span of each head."""
+        spans = self._known()
+        return sum(beyond(int(span), length, causal=self.causal) for span in spans) / len(spans)
 
     def flops(self, length: int) -> int:
         """Two products over the pairs of each block of 64 queries and the keys within the head's window."""

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from approx.mechanisms.mechanism import Mechanism, seed_number, true_or_false, whole_number
 from approx_kernels.ops.blocks.api import bigbird_attention, draw_blocks
+from approx_kernels.ops.patterns.reference import left_out
 
 
 class BigBirdAttention(Mechanism):
@@ -98,6 +99,10 @@ class BigBirdAttention(Mechanism):
         """One block more than the second block sees; with `compatible` a block between the first and the last."""
         seen = 2 if self.compatible and self.random else 4 + self.random
         return seen * self.block + 1
+
+    def approximated_pairs(self, length: int) -> float:
+        """The pairs that the pattern leaves out."""
+        return left_out("bigbird", length, self.causal, self.settings)
 
     def flops(self, length: int) -> int:
         """Two products over the pairs of the listed blocks, and over all keys for the first and the last block."""

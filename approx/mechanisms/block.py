@@ -6,6 +6,7 @@ from torch import Tensor
 
 from approx.mechanisms.mechanism import Mechanism, checked, whole_number
 from approx_kernels.ops.blocks.api import block_attention
+from approx_kernels.ops.patterns.reference import left_out
 
 
 class BlockAttention(Mechanism):
@@ -93,6 +94,10 @@ class BlockAttention(Mechanism):
     def approximates_from(self) -> int:
         """One token beyond the last block that the first block sees."""
         return self.size * (1 + self.neighbours) - (0 if isinstance(self.shift, str) else self.shift) + 1
+
+    def approximated_pairs(self, length: int) -> float:
+        """The pairs that the pattern leaves out."""
+        return left_out("block", length, self.causal, self.settings)
 
     def flops(self, length: int) -> int:
         """Two products over the pairs of whole blocks, computed even where the causal mask hides them."""

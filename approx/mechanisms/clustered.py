@@ -155,6 +155,16 @@ class ClusteredAttention(Mechanism):
             return chunk * (1 if chunk - (self.topk or 0) > 1 else 2) + 1
         return max(self._clusters(1), self.topk or 0) + 1
 
+    def approximated_pairs(self, length: int) -> float:
+        """Every pair, or where causal those outside the chunks: also keys that queries weigh themselves share a mass."""
+        if length < self.approximates_from():
+            return 0.0
+        if not self.causal:
+            return 1.0
+        chunk = max(self.chunk, (self.topk or 0) + 1)
+        chunks = [min(chunk, length - start) for start in range(0, length, chunk)]
+        return 1 - sum(size * (size + 1) for size in chunks) / (length * (length + 1))
+
     def flops(self, length: int) -> int:
         """Hashes, distances of all iterations, attention of the mean queries, and each query's own weights."""
         clusters, size, own = self._clusters(length), self.head_dim, min(self.topk or 0, length)

@@ -53,6 +53,14 @@ class ExactTopkAttention(Mechanism):
         """One key more than a query keeps."""
         return self.topk + 1
 
+    def approximated_pairs(self, length: int) -> float:
+        """The pairs that are not among the largest of their query."""
+        kept = min(self.topk, length)
+        if not self.causal:
+            return 1 - kept / length
+        # Early queries see fewer keys than they may keep.
+        return (length - kept) * (length - kept + 1) / (length * (length + 1))
+
     def flops(self, length: int) -> int:
         """Two dense products over all pairs, computed even where the causal mask or the choice hides them."""
         return 4 * self.heads * length * length * self.head_dim

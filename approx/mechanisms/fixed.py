@@ -7,6 +7,7 @@ from torch import Tensor
 
 from approx.mechanisms.mechanism import Mechanism, latest, whole_number
 from approx.mechanisms.steps import chosen_steps, interleaved
+from approx_kernels.ops.patterns.reference import left_out
 from approx_kernels.ops.summaries.api import summary_attention
 from approx_kernels.tokens.strides import CAUSAL_STRIDE, root_above
 
@@ -116,6 +117,10 @@ class FixedAttention(Mechanism):
             return stride + 1
         # A block that may still grow has no summary before its last columns.
         return 2 if self.causal else self.summary + 1
+
+    def approximated_pairs(self, length: int) -> float:
+        """The pairs that the pattern leaves out."""
+        return left_out("fixed", length, self.causal, self.settings, self._steps, self.heads)
 
     def flops(self, length: int) -> int:
         """Two products over the pairs of whole blocks and summaries."""

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from approx.mechanisms.mechanism import Mechanism, latest, true_or_false, whole_number
 from approx.mechanisms.steps import chosen_steps, interleaved
+from approx_kernels.ops.patterns.reference import left_out
 from approx_kernels.ops.summaries.api import summary_attention
 from approx_kernels.tokens.strides import root_below
 
@@ -123,6 +124,11 @@ class LtrAttention(Mechanism):
         if columns >= self.stride:
             return None
         return self.stride + 1 if both else columns + (1 if step else 2)
+
+    def approximated_pairs(self, length: int) -> float:
+        """The pairs that the pattern leaves out."""
+        name = "ltr" if self._inside == "past" else "rtl"
+        return left_out(name, length, self.causal, self.settings, self._steps, self.heads)
 
     def flops(self, length: int) -> int:
         """Two products over the pairs of whole blocks and summaries."""

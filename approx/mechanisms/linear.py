@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from approx.mechanisms.mechanism import Mechanism, one_of, positive_number, true_or_false, whole_number
+from approx.mechanisms.mechanism import Mechanism, beyond, one_of, positive_number, true_or_false, whole_number
 from approx_kernels.ops.linear.api import FEATURE_MAPS, linear_attention, linear_decode
 
 # The logit of 0.1, the initial factor of the softmax part of a window in LoLCATs.
@@ -119,6 +119,12 @@ class LinearAttention(Mechanism):
     def approximates_from(self) -> int:
         """One key beyond the window; without a window, two tokens."""
         return max(self.window + (1 if self.causal else 2), 2)
+
+    def approximated_pairs(self, length: int) -> float:
+        """The pairs outside the window, whose weights are of features."""
+        if not self.window:
+            return float(length >= 2)
+        return beyond(self.window - self.causal, length, causal=self.causal)
 
     def flops(self, length: int) -> int:
         """Learned maps, sums over keys and products with them, and pairs in causal chunks or windows, rounded up to 64."""

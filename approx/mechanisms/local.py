@@ -7,6 +7,7 @@ from torch import Tensor
 from approx.mechanisms.mechanism import Mechanism, whole_number
 from approx_kernels.ops.fastest.api import fastest_attention
 from approx_kernels.ops.local.api import local_attention
+from approx_kernels.ops.patterns.reference import left_out
 from approx_kernels.tokens.ring import content, extended, newest
 
 
@@ -72,6 +73,10 @@ class LocalAttention(Mechanism):
     def approximates_from(self) -> int:
         """One key beyond the shorter side of the window."""
         return (self.left if self.causal else min(self.left, self.right)) + 2
+
+    def approximated_pairs(self, length: int) -> float:
+        """The pairs that the pattern leaves out."""
+        return left_out("local", length, self.causal, self.settings)
 
     def flops(self, length: int) -> int:
         """Two products over the pairs of each block of 64 queries and the keys in its reach."""

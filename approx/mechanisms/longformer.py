@@ -7,6 +7,7 @@ from torch import Tensor
 from approx.errors import ApproxError, Exit, shown
 from approx.mechanisms.mechanism import Mechanism, whole_number
 from approx_kernels.ops.global_tokens.api import global_token_attention
+from approx_kernels.ops.patterns.reference import left_out
 
 # Global tokens whose positions depend on the token ids of each sample.
 BY_CONTENT = ("separator", "question")
@@ -115,6 +116,11 @@ class LongformerAttention(Mechanism):
         while last in chosen:
             last += 1
         return last + 1
+
+    def approximated_pairs(self, length: int) -> float:
+        """The pairs that the pattern leaves out; tokens chosen by content are not counted, since their number varies."""
+        chosen = {"global_tokens": self._positions}
+        return left_out("longformer", length, self.causal, self.settings | chosen)
 
     def flops(self, length: int) -> int:
         """Two products over the pairs of each block of 64 queries with its window and the global tokens, both ways.

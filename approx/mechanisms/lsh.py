@@ -151,6 +151,12 @@ class LshAttention(Mechanism):
         """One token more than attend to each other exactly; shared queries and keys differ from two tokens on."""
         return 2 if self.variant == "shared" else self.cluster * (2 if self.causal else 1) + 1
 
+    def approximated_pairs(self, length: int) -> float:
+        """The pairs that fall into no common bucket, at least: rounds may find the same ones. Shared queries differ everywhere."""
+        if self.variant == "shared":
+            return float(length >= 2)
+        return 0.0 if self._all_together(length) else max(0.0, 1 - self.rounds * self._width(length) / length)
+
     def flops(self, length: int) -> int:
         """Hashes, and two products over the keys of each query, in every round."""
         if self._all_together(length):

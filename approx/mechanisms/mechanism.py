@@ -225,6 +225,15 @@ class Mechanism(nn.Module):
         """Fewest real tokens at which any head differs from exact attention; None if none can."""
         return self.approximates_from()
 
+    def approximated_pairs(self, length: int) -> float:
+        """Share of the pairs of `length` real tokens, averaged over heads, whose weight is not that of exact attention.
+
+        A pair counts if its key is left out, or its score is not computed from its own query and key. By default that is
+        every pair from `differs_from` on.
+        """
+        start = self.differs_from()
+        return float(start is not None and length >= start)
+
     def flops(self, length: int) -> int:
         """FLOPs of the forward pass over one sequence of `length` tokens, all heads; a multiply-add counts as 2."""
         raise NotImplementedError
@@ -236,6 +245,12 @@ class Mechanism(nn.Module):
     def extra_repr(self) -> str:
         """The settings, for printing a model."""
         return ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
+
+
+def beyond(distance: int, length: int, *, causal: bool) -> float:
+    """Share of the pairs of `length` tokens that are farther apart than `distance`; causal pairs look back only."""
+    apart = max(length - 1 - distance, 0)
+    return apart * (apart + 1) / (length * (length + 1 if causal else length))
 
 
 def latest(lengths: Iterable[int | None]) -> int | None:

@@ -7,6 +7,7 @@ from torch import Tensor
 from approx.mechanisms.mechanism import Mechanism, whole_number
 from approx_kernels.ops.fastest.api import fastest_attention
 from approx_kernels.ops.global_tokens.api import global_token_attention
+from approx_kernels.ops.patterns.reference import left_out
 from approx_kernels.tokens.ring import content, extended, first_and_newest
 
 
@@ -89,6 +90,10 @@ class SinksAttention(Mechanism):
     def approximates_from(self) -> int:
         """One token between the sinks and the window."""
         return self.sinks + self.window + 1
+
+    def approximated_pairs(self, length: int) -> float:
+        """The pairs that the pattern leaves out."""
+        return left_out("sinks", length, self.causal, self.settings)
 
     def flops(self, length: int) -> int:
         """Two products over the pairs of each block of 64 queries with its window and the sinks."""

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from approx.mechanisms.mechanism import Mechanism, latest, whole_number
 from approx.mechanisms.steps import chosen_steps, interleaved
+from approx_kernels.ops.patterns.reference import left_out
 from approx_kernels.ops.strided.api import strided_attention
 from approx_kernels.tokens.strides import CAUSAL_STRIDE, root_above
 
@@ -105,6 +106,10 @@ class StridedAttention(Mechanism):
             return 3 if step == 1 else 4
         stride = self.stride_over(1)
         return stride + 1 if step == 1 else None if stride == 1 else stride + 2
+
+    def approximated_pairs(self, length: int) -> float:
+        """The pairs that the pattern leaves out."""
+        return left_out("strided", length, self.causal, self.settings, self._steps, self.heads)
 
     def flops(self, length: int) -> int:
         """Two products over the computed pairs: whole rows of l tokens around each query, and columns."""

@@ -18,7 +18,7 @@ _QUALITY = (
     *("title", "checkpoint", "task", "split", "metric", "examples", "subset", "truncated", "variant"),
     *("base_score", "score", "difference", "low", "high", "confidence", "test", "p_value", "margin", "verdict"),
     *("needed_examples", "p_adjusted", "seeds", "seeds_mean", "seeds_sd"),
-    *("approximated_examples", "approximated_tokens"),
+    *("approximated_examples", "approximated_tokens", "approximated_pairs"),
     *("settings", "notes", "tokens_median", "tokens_longest", "fast_products", "plan"),
 )
 _SPEED = (
@@ -157,7 +157,13 @@ def _seeds(entry: QualityVariant) -> dict[str, Any]:
 
 def _approximated(entry: QualityVariant) -> dict[str, Any]:
     counts = entry.approximated
-    return {} if counts is None else {"approximated_examples": counts.examples, "approximated_tokens": counts.tokens}
+    if counts is None:
+        return {}
+    return {
+        "approximated_examples": counts.examples,
+        "approximated_tokens": counts.tokens,
+        "approximated_pairs": counts.pairs,
+    }
 
 
 def _csv(columns: tuple[str, ...], lines: list[dict[str, Any]]) -> str:

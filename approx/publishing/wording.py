@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from approx.evaluation.record_model import Quality, QualityVariant
+from approx.evaluation.record_model import AT_CHANCE, Quality, QualityVariant
 from approx.evaluation.record_speed import Speed, Timing
 
 MINUS = "−"
@@ -215,8 +215,8 @@ def loss(entry: QualityVariant, task: Quality) -> str:
 
 
 def tested(entry: QualityVariant) -> bool:
-    """Whether a variant approximated attention on enough inputs for a verdict."""
-    return not entry.verdict.startswith("not tested")
+    """Whether a loss could show: the variant approximates enough of attention, and the base does better than guessing."""
+    return not entry.verdict.startswith("not tested") and entry.verdict != AT_CHANCE
 
 
 def tone(entry: QualityVariant) -> str:
@@ -225,14 +225,15 @@ def tone(entry: QualityVariant) -> str:
 
 
 def approximated(entry: QualityVariant, task: Quality) -> str:
-    """Write the share of inputs on which attention was approximated: 23 % of inputs, 31 % of tokens."""
+    """Write how much of attention was approximated: 100 % of inputs, 3 % of pairs of tokens, of the average input."""
     # Null says that the model is not converted; older records lack the key.
     if "approximated" not in entry.model_fields_set:
         return "unknown"
     counts = entry.approximated
     if counts is None:
         return NOTHING
-    return f"{part(counts.examples / task.examples)} of inputs, {part(counts.tokens)} of tokens"
+    pairs = "pairs not recorded" if counts.pairs is None else f"{part(counts.pairs)} of pairs"
+    return f"{part(counts.examples / task.examples)} of inputs, {pairs}"
 
 
 def part(share: float) -> str:

@@ -99,6 +99,24 @@ class ApproxModel:
             for start in (mechanism.differs_from(),)
         )
 
+    def approximated_pairs(self, positions: int, widest: int) -> float:
+        """The share of the pairs of tokens whose weight is not exact, in the heads whose attention can differ from it.
+
+        Args:
+            positions: Positions of the input in attention, without padding.
+            widest: Positions of the longest input in the batch, to compare with `exact_below`.
+        """
+        shares, heads = 0.0, 0
+        for mechanism in self.modules():
+            if not isinstance(mechanism, Mechanism) or isinstance(mechanism, HeadGroups):
+                continue
+            if mechanism.differs_from() is None:
+                continue
+            heads += mechanism.heads
+            if widest >= mechanism.exact_below:
+                shares += mechanism.heads * mechanism.approximated_pairs(positions)
+        return shares / heads if heads else 0.0
+
     def attention_penalty(self) -> Tensor:
         """The sum of the mechanisms' penalties, such as their spans, as a scalar; 0 if there are none.
 

@@ -12,6 +12,8 @@ from torch import Tensor
 from approx.checkpoints import checkpoint
 from approx.checkpoints.checkpoint import Checkpoint
 from approx.evaluation.evaluate import Prepared
+from approx.evaluation.quality import groups_of
+from approx.evaluation.statistics import standard_error
 from approx.searching import parts
 from approx.searching.divergence import divergence
 from approx.searching.options import SearchStage
@@ -117,7 +119,7 @@ class Judge:
         return task.predict(outputs, encodings, model.config)
 
     def _loss(self, said: list[Any], part: Part) -> tuple[float, float]:
-        """Loss of the metric in points, and its standard error over the examples."""
+        """Loss of the metric in points, and its standard error over the examples, or their groups."""
         task, read = self.of_task(part)
         predictions = _combined(task, read, said)
         metric = METRICS[task.metrics[0]]
@@ -138,9 +140,8 @@ class Judge:
         def lost(rows: Any) -> float:
             return sign * (metric.total(evidence[rows]) - metric.total(base[rows])) / max(point, 1e-12)
 
-        random = np.random.default_rng(0)
-        drawn = [lost(random.integers(len(labels), size=len(labels))) for _ in range(100)]
-        return lost(slice(None)), float(np.std(drawn))
+        groups = groups_of(read.split.examples)
+        return lost(slice(None)), standard_error(lost, len(labels), seed=0, groups=groups, resamples=100)
 
 
 class _Outputs(dict[str, Tensor]):

@@ -77,8 +77,11 @@ def of_task(base: Checkpoint, processor: Any, task: Task, stage: SearchStage, se
     searched, proven = _divided(examples, stage.examples, seed)
     if min(len(searched), len(proven)) < _FEWEST:
         long = "" if stage.min_length is None else f" of at least {stage.min_length} tokens"
+        units = len({example.unit for example in examples})
+        if units < len(examples):
+            long += f" in {units} groups by {task.groups.by}, which stay together"
         raise ApproxError(
-            f"{task.name} has {len(examples)} examples{long}, which leaves {len(proven)} for the proof beside {len(searched)} to "
+            f"{task.name} has {len(examples)} examples{long}; that leaves {len(proven)} for the proof beside {len(searched)} to "
             "compare plans. Give more examples, or fewer to compare with --examples.",
             Exit.UNAVAILABLE,
         )
@@ -172,9 +175,9 @@ def _part(base: Checkpoint, processor: Any, task: Task, split: Split, *, truncat
 def _divided(examples: Sequence[Example], count: int, seed: int) -> tuple[list[Example], list[Example]]:
     """The examples that compare plans, at most half, and those kept for the proof; groups stay together."""
     count = min(count, len(examples) // 2)
-    groups: dict[str, list[Example]] = {}
+    groups: dict[tuple[str, str], list[Example]] = {}
     for example in examples:
-        groups.setdefault(example.group or example.id, []).append(example)
+        groups.setdefault(example.unit, []).append(example)
     searched: list[Example] = []
     proven: list[Example] = []
     names = list(groups)

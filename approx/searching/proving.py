@@ -1,10 +1,10 @@
 """The proof: plans on the examples that the search did not see, paired with the base, and their times in one race."""
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median_low
 from typing import Any
-
-import numpy as np
 
 from approx.checkpoints.checkpoint import Checkpoint
 from approx.conversion import checks
@@ -14,6 +14,7 @@ from approx.evaluation.prediction_cache import default_folder, fingerprint
 from approx.evaluation.quality import compare
 from approx.evaluation.record_model import Quality, Tokens
 from approx.evaluation.record_speed import Speed
+from approx.evaluation.statistics import Stake, score_interval
 from approx.measuring.identity import computed_by, identity
 from approx.measuring.measure import Progress
 from approx.planning.plan import Plan
@@ -146,7 +147,8 @@ def quality(
     return Quality(
         task=task.name, split=read.split.name, examples=len(examples), subset=True, truncated=read.truncated,
         notes=["examples that the search did not see"], settings=judge.stage.settings,
-        tokens=Tokens(median=int(np.median(lengths)), longest=max(lengths)), outputs=None, **vars(compared),
+        tokens=Tokens(median=median_low(lengths), longest=max(lengths), windows=read.windows), outputs=None,
+        **vars(compared),
     )  # fmt: skip
 
 
@@ -165,15 +167,22 @@ def loss_in_points(entry: Quality, name: str) -> tuple[float, tuple[float, float
 
 
 def divergence_interval(judge: Judge, model: Any, seed: int) -> tuple[float, tuple[float, float]]:
-    """The mean divergence on the proof, and its bootstrap interval over inputs."""
+    """The mean divergence on the proof, and its interval over inputs, which are rows of a text."""
     apart = judge.divergences(model, judge.proof)
-    random = np.random.default_rng(seed)
-    drawn = [apart[random.integers(len(apart), size=len(apart))].mean() for _ in range(2000)]
-    low, high = np.quantile(drawn, (0.025, 0.975))
-    return float(apart.mean()), (float(low), float(high))
+    if len(apart) < 2:
+        return float(apart.mean()), (0.0, math.inf)
+    # Divergences have no bound: rows that are not seen may be as bad as the worst one that is.
+    stake = Stake(float(apart.mean() - apart.min()), float(apart.max()))
+    ends = score_interval(
+        lambda rows: float(apart[rows].mean()), len(apart), seed=seed, stake=stake, bounds=(0.0, math.inf)
+    )
+    assert ends is not None
+    return float(apart.mean()), ends
 
 
 def _subject(judge: Judge, label: str, one: Checkpoint) -> Subject:
     known = fingerprint(identity(one), computed_by(one.model.device))
-    approximates = one.model.approximates if one.source.converted else None
-    return Subject(label, one.model, judge.processor, known, approximates=approximates)
+    subject = Subject(label, one.model, judge.processor, known)
+    if not one.source.converted:
+        return subject
+    return replace(subject, approximates=one.model.approximates, approximated_pairs=one.model.approximated_pairs)

@@ -11,7 +11,7 @@ from approx.tasks.head import SEQUENCE_CLASSIFICATION, Head
 from approx.tasks.padding import padded
 from approx.tasks.settings import names_setting
 from approx.tasks.table import Row, text_of
-from approx.tasks.task import Encoding, Example, Task
+from approx.tasks.task import Encoding, Example, Groups, Task
 
 
 class SequenceClassification(Task):
@@ -22,6 +22,7 @@ class SequenceClassification(Task):
     """
 
     head: ClassVar[Head] = SEQUENCE_CLASSIFICATION
+    groups: ClassVar[Groups] = Groups("group", "a table without a column `group` names nothing that its rows share")
     fields = ("text", "label")
     optional_fields = ("text_pair",)
 

@@ -9,13 +9,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import ClassVar
 
 from approx.errors import ApproxError, Exit
 from approx.tasks.classification import ONE
 from approx.tasks.hub import read_rows
 from approx.tasks.labelled import Classification
 from approx.tasks.settings import whole_setting
-from approx.tasks.task import Example, Split, Tally
+from approx.tasks.task import Example, Groups, Split, Tally
 from approx.text_file import read_text
 
 _HUB_DATASET = "stanfordnlp/imdb"
@@ -40,6 +41,7 @@ class Documents(Classification):
 
     name = "documents"
     dataset = _HUB_DATASET
+    groups: ClassVar[Groups] = Groups("group", "the hub's and other tables of reviews do not name the film")
 
     def __init__(self, labels: Sequence[str] = _IMDB) -> None:
         super().__init__(labels)
@@ -84,10 +86,12 @@ class Documents(Classification):
 
     def _folder_rows(self, folder: Path, tally: Tally) -> Iterator[Example]:
         for name, label in _IMDB_FOLDERS.items():
+            films = _films(folder / f"urls_{name}.txt")
             for path in sorted((folder / name).glob("*.txt")):
                 text = read_text(path, self.encoding).replace("\r\n", "\n")
+                film = films.get(path.stem.partition("_")[0])
                 tally.read += 1
-                yield Example(f"{folder.name}/{name}/{path.stem}", {"text": text}, label)
+                yield Example(f"{folder.name}/{name}/{path.stem}", {"text": text}, label, group=film)
 
     def _hub_rows(self, split: str, tally: Tally, streaming: bool) -> Iterator[Example]:
         for number, row in enumerate(read_rows(_HUB_DATASET, "plain_text", split, streaming)):
@@ -98,6 +102,13 @@ class Documents(Classification):
                 )
             tally.read += 1
             yield Example(f"{split}-{number}", {"text": row["text"]}, int(row["label"]))
+
+
+def _films(path: Path) -> dict[str, str]:
+    """The film of each review by the review's number, which is its line; up to 30 reviews are of one film."""
+    if not path.is_file():
+        return {}
+    return {str(number): line.strip() for number, line in enumerate(read_text(path).split("\n"))}
 
 
 def _imdb_folder(data: Path, split: str) -> Path | None:

@@ -39,6 +39,17 @@ class EntityF1(TaskMetric):
         right, said, true = evidence.sum(0)
         return float(2 * right / max(1, said + true))
 
+    @classmethod
+    def lost(cls, evidence: NDArray[np.float64]) -> NDArray[np.float64]:
+        """As many entities as there are, all of them wrong."""
+        _, said, true = evidence.T
+        return np.stack([np.zeros(len(evidence)), np.maximum(said, true), true], 1)
+
+    @classmethod
+    def won(cls, evidence: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Every entity, and no other."""
+        return evidence[:, [2, 2, 2]]
+
 
 def entities(tags: Sequence[str]) -> set[tuple[str, int, int]]:
     """Type, first word and end of every entity."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +21,8 @@ class WordErrorRate(TaskMetric):
     lower_is_better = True
     margin = 0.5
     # More words can be inserted than the transcript has.
-    widest = None
+    bounds = (0.0, math.inf)
+    undefined = "the transcripts have no words"
 
     @classmethod
     def chance(cls, labels: Sequence[Any]) -> float | None:
@@ -41,11 +43,24 @@ class WordErrorRate(TaskMetric):
         # A resample may hold only utterances without words; a task refuses to be scored on such alone.
         return float(errors / max(1, words))
 
+    @classmethod
+    def lost(cls, evidence: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Every word is wrong, or as many for each word as in the worst utterance."""
+        errors, words = evidence.T
+        worst = max(1.0, float(np.max(errors[words > 0] / words[words > 0], initial=0.0)))
+        return np.stack([np.maximum(errors, worst * words), words], 1)
+
+    @classmethod
+    def won(cls, evidence: NDArray[np.float64]) -> NDArray[np.float64]:
+        """No word is wrong."""
+        return evidence * [0, 1]
+
 
 class CharacterErrorRate(WordErrorRate):
     """Substituted, deleted and inserted characters, divided by the characters of the transcripts; spaces count."""
 
     key = "cer"
+    undefined = "the transcripts have no characters"
 
     @staticmethod
     def evidence(predictions: Sequence[Any], labels: Sequence[Any]) -> NDArray[np.float64]:

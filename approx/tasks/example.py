@@ -13,6 +13,19 @@ _LONG = 10_000
 
 
 @dataclass(frozen=True)
+class Groups:
+    """Which examples of a task are correlated, so that they are resampled, searched and held out together.
+
+    Args:
+        by: What the examples of a group share: `article`, `speaker`; None if all examples are independent.
+        independent: Why examples without a group count as independent.
+    """
+
+    by: str | None
+    independent: str | None = None
+
+
+@dataclass(frozen=True)
 class Example:
     """One labelled example.
 
@@ -28,6 +41,11 @@ class Example:
     inputs: dict[str, Any]
     label: Any
     group: str | None = None
+
+    @property
+    def unit(self) -> tuple[str, str]:
+        """What is resampled, searched or held out as a whole: the group, or the example itself."""
+        return ("example", self.id) if self.group is None else ("group", self.group)
 
     @property
     def brief(self) -> dict[str, Any]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
 from approx.errors import ApproxError
 from approx.tasks.settings import whole_setting
-from approx.tasks.task import Example, Split, Task
+from approx.tasks.task import Example, Groups, Split, Task
 
 # Longer examples would take minutes to make before anybody learns that no model can read them.
 LONGEST = 131_072
@@ -19,6 +20,7 @@ _SPLITS = ("train", "dev")
 class Generated(Task):
     """A task that generates its rows from a seed; `train` and `dev` have different rows."""
 
+    groups: ClassVar[Groups] = Groups(None, "each row is drawn by itself")
     fields = ()
     size: int
     """Rows of a split."""

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from approx.errors import ApproxError, Exit
 from approx.tasks.classification import SequenceClassification
 from approx.tasks.hub import read_rows
-from approx.tasks.task import Example, Split, Tally
+from approx.tasks.task import Example, Groups, Split, Tally
 from approx.text_file import lines, read_text
 
 HUB_DATASET = "nyu-mll/glue"
@@ -96,6 +96,7 @@ class Glue(SequenceClassification):
     """
 
     dataset = HUB_DATASET
+    groups: ClassVar[Groups] = Groups("premise", "but for MNLI, the files do not say what sentences share")
 
     def __init__(self, subset: str) -> None:
         self.name = f"glue/{subset}"
@@ -128,7 +129,12 @@ class Glue(SequenceClassification):
         else:
             source = self._find(Path(data), wanted, explicit=split is not None)
             name, rows = source.stem, self._file_rows(source, tally)
-        kept = [Example(f"{name}-{row}", inputs, label) for row, (inputs, label) in islice(enumerate(rows), limit)]
+        # Each premise was given to a writer for three hypotheses.
+        shared = self._subset.folder == "MNLI"
+        kept = [
+            Example(f"{name}-{row}", inputs, label, group=inputs["text"] if shared else None)
+            for row, (inputs, label) in islice(enumerate(rows), limit)
+        ]
         if not kept:
             raise ApproxError(
                 f"{self.name}: 0 rows in {source}. Give a file with a row for each example below its first line.",

@@ -17,7 +17,7 @@ from approx.tasks.head import CAUSAL_LANGUAGE_MODELLING, Head
 from approx.tasks.language import check_causal
 from approx.tasks.padding import padded
 from approx.tasks.settings import whole_setting
-from approx.tasks.task import Encoding, Example, Split, Task
+from approx.tasks.task import Encoding, Example, Groups, Split, Task
 
 PREFIX, ANY = "lm-eval/", "NAME"
 # As in the harness's own evaluations, so that the examples in a prompt are the same.
@@ -42,6 +42,7 @@ class Harness(Task):
 
     name = f"{PREFIX}{ANY}"
     head: ClassVar[Head] = CAUSAL_LANGUAGE_MODELLING
+    groups: ClassVar[Groups] = Groups(None, "the harness does not say what its documents share")
     metrics = ("mean_score",)
     windowed: ClassVar[bool] = True
 

@@ -10,13 +10,14 @@ import statistics
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
 from approx.errors import ApproxError, Exit, shown
 from approx.tasks.classification import SequenceClassification
 from approx.tasks.settings import whole_setting
-from approx.tasks.task import Example, Split, Tally
+from approx.tasks.task import Example, Groups, Split, Tally
 from approx.text_file import lines, read_text
 from approx.text_file import words as split_words
 
@@ -51,6 +52,7 @@ class ListOps(SequenceClassification):
     """
 
     name = "listops"
+    groups: ClassVar[Groups] = Groups(None, "each expression is drawn by itself")
     metrics = ("accuracy",)
     labels = DIGITS
 

@@ -6,6 +6,7 @@ them with scikit-learn's functions, which take a hundred times as long to check 
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -14,6 +15,11 @@ import datasets
 import evaluate
 import numpy as np
 from numpy.typing import NDArray
+
+from approx.errors import ApproxError, Exit
+
+# Examples whose weight in a score is tried.
+_PROBED = 64
 
 
 class TaskMetric(evaluate.Metric):
@@ -30,8 +36,10 @@ class TaskMetric(evaluate.Metric):
     """Whether it is a fraction, shown in percent and points; otherwise it has its own units."""
     margin: ClassVar[float] = 1.0
     """The loss that is acceptable by default: points of a fraction, otherwise percent of the base's score."""
-    widest: ClassVar[float | None] = 1.0
-    """The largest difference of two scores: 1 between 0 and 1, 2 for a correlation; None if there is none."""
+    bounds: ClassVar[tuple[float, float]] = (0.0, 1.0)
+    """The smallest and the largest score; infinity where there is none."""
+    undefined: ClassVar[str] = "it has no value on these predictions"
+    """Why it may have no value, such as the error rate of transcripts without words."""
 
     @staticmethod
     def evidence(predictions: Sequence[Any], labels: Sequence[Any]) -> NDArray[np.float64]:
@@ -45,8 +53,52 @@ class TaskMetric(evaluate.Metric):
 
     @classmethod
     def value(cls, predictions: Sequence[Any], labels: Sequence[Any]) -> float:
-        """Score predictions, paired with labels by position."""
-        return cls.total(cls.evidence(predictions, labels))
+        """Score predictions, paired with labels by position.
+
+        Raises:
+            ApproxError: if the score is not a finite number.
+        """
+        with np.errstate(divide="ignore", invalid="ignore"):
+            total = cls.total(cls.evidence(predictions, labels))
+        if not math.isfinite(total):
+            raise ApproxError(
+                f"The metric {cls.key} is {total} on {len(labels)} examples: {cls.undefined}. Give examples on which it has a "
+                "value.",
+                Exit.UNAVAILABLE,
+            )
+        return total
+
+    @classmethod
+    def lost(cls, evidence: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The evidence of the same examples if each were wholly lost, [n, k]; by default a score of 0."""
+        return np.zeros_like(evidence)
+
+    @classmethod
+    def won(cls, evidence: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The evidence of the same examples if each were wholly right, [n, k]; by default a score of 1."""
+        return np.ones_like(evidence)
+
+    @classmethod
+    def at_stake(cls, evidence: NDArray[np.float64]) -> tuple[float, float]:
+        """What is at stake in one example: the loss and the gain of the score for each unit of the share of lost or won ones.
+
+        The mean over the examples that have something to lose or to win; of many examples, over 64 of them.
+        """
+        count, score = len(evidence), cls.total(evidence)
+        rows = np.arange(count) if count <= _PROBED else np.random.default_rng(0).choice(count, _PROBED, replace=False)
+
+        def change(changed: NDArray[np.float64], sign: int) -> float:
+            found = []
+            for row in rows:
+                other = evidence.copy()
+                other[row] = changed[row]
+                found.append(sign * (cls.total(other) - score) * count)
+            real = [one for one in found if one > 1e-12]
+            return float(np.mean(real)) if real else 0.0
+
+        worse = 1 if cls.lower_is_better else -1
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return change(cls.lost(evidence), worse), change(cls.won(evidence), -worse)
 
     @classmethod
     def acceptable(cls, margin: float | None, base: float) -> float:

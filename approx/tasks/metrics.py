@@ -69,6 +69,7 @@ class TokenAccuracy(TaskMetric):
     """
 
     key = "token_accuracy"
+    undefined = "the sequences have no tokens"
     feature = "string"
     source = "https://arxiv.org/abs/2006.16236"
 
@@ -91,6 +92,16 @@ class TokenAccuracy(TaskMetric):
         right, count = evidence.sum(0)
         return float(right / count)
 
+    @classmethod
+    def lost(cls, evidence: NDArray[np.float64]) -> NDArray[np.float64]:
+        """No token is correct."""
+        return evidence * [0, 1]
+
+    @classmethod
+    def won(cls, evidence: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Every token is correct."""
+        return evidence[:, [1, 1]]
+
 
 class F1(TaskMetric):
     """The harmonic mean of precision and recall of class 1; 0 if class 1 neither occurs nor is predicted."""
@@ -108,6 +119,16 @@ class F1(TaskMetric):
         """Score predicted classes, 0 or 1."""
         predicted, true = evidence.T == 1
         return float(2 * np.sum(predicted & true) / max(1, predicted.sum() + true.sum()))
+
+    @classmethod
+    def lost(cls, evidence: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The other class."""
+        return np.stack([1 - evidence[:, 1], evidence[:, 1]], 1)
+
+    @classmethod
+    def won(cls, evidence: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The class of the label."""
+        return evidence[:, [1, 1]]
 
 
 class MicroF1(TaskMetric):
@@ -182,7 +203,7 @@ class Matthews(TaskMetric):
     """Matthews correlation, which for two classes is the Pearson correlation of zeros and ones."""
 
     key = "matthews"
-    widest = 2.0
+    bounds = (-1.0, 1.0)
     source = "https://scikit-learn.org/stable/modules/generated/sklearn.metrics.matthews_corrcoef.html"
 
     @staticmethod
@@ -195,12 +216,22 @@ class Matthews(TaskMetric):
         """Score predicted classes, 0 or 1."""
         return _correlation(evidence)
 
+    @classmethod
+    def lost(cls, evidence: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The other class."""
+        return np.stack([1 - evidence[:, 1], evidence[:, 1]], 1)
+
+    @classmethod
+    def won(cls, evidence: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The class of the label."""
+        return evidence[:, [1, 1]]
+
 
 class Pearson(TaskMetric):
     """Pearson correlation of predicted and true numbers."""
 
     key = "pearson"
-    widest = 2.0
+    bounds = (-1.0, 1.0)
     feature = "float64"
     source = "https://docs.scipy.org/doc/scipy/reference/generated/scipy.stats.pearsonr.html"
 
@@ -214,19 +245,24 @@ class Pearson(TaskMetric):
         """Score predicted numbers."""
         return _correlation(evidence)
 
+    @classmethod
+    def lost(cls, evidence: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The number that is farthest from the label, of all predictions and labels."""
+        label = evidence[:, 1]
+        low, high = evidence.min(), evidence.max()
+        return np.stack([np.where(label - low > high - label, low, high), label], 1)
 
-class Spearman(TaskMetric):
+    @classmethod
+    def won(cls, evidence: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The number of the label."""
+        return evidence[:, [1, 1]]
+
+
+class Spearman(Pearson):
     """Spearman correlation: the Pearson correlation of ranks; ties share their mean rank."""
 
     key = "spearman"
-    widest = 2.0
-    feature = "float64"
     source = "https://docs.scipy.org/doc/scipy/reference/generated/scipy.stats.spearmanr.html"
-
-    @staticmethod
-    def chance(labels: Sequence[Any]) -> float | None:
-        """No correlation."""
-        return 0.0
 
     @staticmethod
     def total(evidence: NDArray[np.float64]) -> float:

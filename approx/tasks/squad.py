@@ -22,7 +22,7 @@ from approx.tasks.json_text import parsed
 from approx.tasks.padding import padded
 from approx.tasks.settings import names_setting, number_setting, whole_setting, window_within
 from approx.tasks.table import FORMATS, Row, is_table, open_table, table_of, text_of
-from approx.tasks.task import Encoding, Example, Split, Tally, Task
+from approx.tasks.task import Encoding, Example, Groups, Split, Tally, Task
 from approx.text_file import read_text
 
 _SPLITS = ("dev", "train")
@@ -51,6 +51,7 @@ class Squad(Task):
     """
 
     head: ClassVar[Head] = QUESTION_ANSWERING
+    groups: ClassVar[Groups] = Groups("article")
     metrics = ("answer_f1", "exact_match")
     fields = ("question", "context", "answers")
     optional_fields = ("title",)

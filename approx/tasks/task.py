@@ -14,11 +14,11 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from approx.errors import ApproxError, Exit
-from approx.tasks.example import Example, Split, Tally
+from approx.tasks.example import Example, Groups, Split, Tally
 from approx.tasks.head import Head
 from approx.tasks.table import Row, is_hub, open_table, readable
 
-__all__ = ["Encoding", "Example", "Split", "Tally", "Task", "doubling"]
+__all__ = ["Encoding", "Example", "Groups", "Split", "Tally", "Task", "doubling"]
 
 Encoding = dict[str, Any]
 """The model's inputs for one example or one window of it, by name, without padding.
@@ -38,10 +38,12 @@ class Task(ABC):
     """Name on the command line, in recipes and in records: `glue/sst2`."""
     head: ClassVar[Head]
     """The head that a model needs."""
+    groups: ClassVar[Groups]
+    """Which examples are correlated; every task says so, or why none are."""
     fields: ClassVar[tuple[str, ...]] = ()
     """What a row of a table must hold: `text`, `label`; empty if the task reads no tables."""
     optional_fields: ClassVar[tuple[str, ...]] = ()
-    """What it may hold besides, and besides `id` and `group`; read only from columns that are named."""
+    """What it may hold besides, and besides `id`; read only from columns that are named. A column `group` is always read."""
     columns: Mapping[str, str] = MappingProxyType({})
     """Field -> name of its column, where they differ."""
     encoding: str | None = None
@@ -66,6 +68,11 @@ class Task(ABC):
     """Transformers' name of the main input of suitable models."""
     input_per_token: ClassVar[int] = 1
     """Numbers in the input for each token, such as the samples of a frame of sound."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if not hasattr(cls, "groups"):
+            raise TypeError(f"The task {cls.__name__} does not say which of its examples are correlated: set 'groups'.")
 
     def load(
         self, data: Path | None = None, split: str | None = None, limit: int | None = None, *, streaming: bool = False
@@ -130,9 +137,10 @@ class Task(ABC):
         for number, row in enumerate(rows):
             cells = self._cells(row)
             inputs, label = self.from_cells(cells, row)
-            group = cells.get("group")
+            # Correlated rows that are taken for independent ones give intervals that are too narrow.
+            group = cells.get("group", row.cells.get("group"))
             yield Example(
-                str(cells.get("id", f"{name}-{number}")), inputs, label, None if group is None else str(group)
+                str(cells.get("id", f"{name}-{number}")), inputs, label, None if group in (None, "") else str(group)
             )
 
     def from_cells(self, cells: dict[str, Any], row: Row) -> tuple[dict[str, Any], Any]:
@@ -147,7 +155,12 @@ class Task(ABC):
     def _cells(self, row: Row) -> dict[str, Any]:
         """The values of a row by the names of the task's fields; those that may be missing only if a column is named."""
         names = {**{field: field for field in self.fields}, **self.columns}
-        missing = [column for column in names.values() if row.cells.get(column) is None]
+        grouped = self.columns.get("group")
+        missing = [
+            column
+            for column in names.values()
+            if row.cells.get(column) is None or (column == grouped and row.cells[column] == "")
+        ]
         if missing:
             raise ApproxError(
                 f"{row.place}: no column {' and no '.join(missing)}, or it is empty; the columns are "

@@ -18,7 +18,7 @@ from approx.tasks.hub import read_rows
 from approx.tasks.padding import padded
 from approx.tasks.settings import whole_setting
 from approx.tasks.table import Row, is_table, text_of
-from approx.tasks.task import Encoding, Example, Split, Task, doubling
+from approx.tasks.task import Encoding, Example, Groups, Split, Task, doubling
 from approx.text_file import read_text
 
 _HUB_DATASET, _HUB_CONFIG = "Salesforce/wikitext", "wikitext-2-raw-v1"
@@ -33,6 +33,7 @@ class Text(Task):
     """
 
     metrics: tuple[str, ...]
+    groups: ClassVar[Groups] = Groups("document", "stretches of one text; the interval is about texts like this one")
     dataset = _HUB_DATASET
     fields = ("text",)
     windowed: ClassVar[bool] = True

@@ -167,6 +167,7 @@ class TokenClassification(Classification):
 def _sentences(path: Path, tally: Tally, encoding: str | None) -> Iterator[Row]:
     """The texts of a file of columns; columns end at tabs, or in a line without any at blanks."""
     found: list[list[str]] = []
+    document = 0
     for number, line in enumerate([*lines(read_text(path, encoding)), ""], start=1):
         # A word may be or contain another kind of space.
         line = line.strip(" \t")
@@ -180,7 +181,10 @@ def _sentences(path: Path, tally: Tally, encoding: str | None) -> Iterator[Row]:
             continue
         tally.skipped["document marks"] += bool(cells)
         if found:
-            table = {"tokens": [one[0] for one in found], "tags": [one[-1] for one in found]}
+            table: dict[str, Any] = {"tokens": [one[0] for one in found], "tags": [one[-1] for one in found]}
+            if document:
+                table["group"] = f"document {document}"
             tally.read += 1
             yield Row(f"{path}, line {number - len(found)}", path.parent, table)
             found = []
+        document += line.startswith("-DOCSTART-")

@@ -22,7 +22,7 @@ from approx.tasks.padding import padded_labels
 from approx.tasks.recording import Recording
 from approx.tasks.settings import names_setting, number_setting, whole_setting
 from approx.tasks.table import Row, text_of
-from approx.tasks.task import Encoding, Example, Split, Task, doubling
+from approx.tasks.task import Encoding, Example, Groups, Split, Task, doubling
 from approx.text_file import words
 
 RATE = 16_000
@@ -67,6 +67,7 @@ class Transcription(Task):
     """
 
     head: ClassVar[Head] = CTC
+    groups: ClassVar[Groups] = Groups("speaker", "recordings without a group are of speakers that are not known")
     metrics = ("wer", "cer")
     sliced_by: ClassVar[str] = "seconds"
     input_name: ClassVar[str] = "input_values"

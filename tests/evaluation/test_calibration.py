@@ -10,7 +10,28 @@ import pytest
 
 from approx.evaluation import statistics
 from approx.evaluation.statistics import compare_correct, compare_scores, verdict
-from bench.calibration import LOSS, World, alarms, answers, classes, compared, needed, numbers, right, settled, speakers
+from approx.tasks.metrics import METRICS
+from bench.calibration import (
+    LOSS,
+    LOST,
+    MARGIN,
+    RARE,
+    STRUCK,
+    World,
+    alarms,
+    alike,
+    answers,
+    classes,
+    compared,
+    enough,
+    missed,
+    needed,
+    numbers,
+    right,
+    settled,
+    speakers,
+    struck,
+)
 from bench.calibration import stretches as texts
 
 RESAMPLES = 100
@@ -88,23 +109,33 @@ def test_what_an_inconclusive_pilot_asks_for_settles_pilots_of_that_size():
     assert np.mean(rates) == pytest.approx(statistics.POWER, abs=0.05)
 
 
-def test_percentiles_would_be_too_narrow_for_few_speakers():
-    """Why the interval uses Student's t: the simulation detects an interval that is too narrow."""
-    world, missed = World("wer", speakers, 8), 0
-    generator = np.random.default_rng(0)
-    for repetition in range(150):
-        pair = world.models(generator, 8, 0.0)
-        assert pair.groups is not None
-        totals = [
-            np.stack([np.bincount(pair.groups, column) for column in evidence.T], 1)
-            for evidence in (pair.base, pair.converted)
-        ]
-        rows = np.random.default_rng(repetition).integers(8, size=(500, 8))
-        first, second = (drawn[..., 0] / drawn[..., 1] for drawn in (total[rows].sum(1) for total in totals))
-        low, high = np.quantile(second - first, [0.025, 0.975])
-        missed += not low <= 0 <= high
-        assert compared(world, pair, repetition, 50).interval is not None
-    assert missed / 150 > 0.07
+@pytest.mark.parametrize("metric", RARE)
+def test_a_rare_large_loss_does_not_pass_for_none(metric):
+    """One example in fifty is wholly lost; of sixty examples, 30 % of samples show nothing of it."""
+    world = World(metric, struck(metric, RARE[metric]), STRUCK)
+    assert missed(world, LOST, MARGIN, 100, 40) <= 0.05
+    # The worst case: the loss is the margin, and one sample in twenty shows nothing of it.
+    assert missed(world, 3 / STRUCK, None, 100, 40) <= 0.05
+
+
+def test_a_speaker_who_is_wholly_lost_does_not_pass_unseen():
+    """Losses that cluster by speaker: one speaker in twenty, of whom ten are heard."""
+    generator, passed = np.random.default_rng(0), 0
+    for seed in range(60):
+        base = speakers(generator, 10, 0.0)
+        assert base.groups is not None
+        gone = (generator.random(10) < 0.05)[base.groups]
+        pair = base._replace(converted=np.where(gone[:, None], METRICS["wer"].lost(base.base), base.base))
+        made = compared(World("wer", speakers, 10), pair, seed, 40)
+        passed += verdict(made.interval, 0.005, len(base.base), rare=made.rare)[0] == "no loss"
+    assert passed <= 3
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "answer_f1", "wer", "bits_per_byte"])
+def test_models_that_hardly_differ_reach_no_loss(metric):
+    size = enough(World(metric, alike(RARE[metric]), 0), 10, 40)
+    assert size is not None
+    assert size <= 3200
 
 
 def test_a_test_against_zero_and_its_interval_agree():

@@ -1,19 +1,21 @@
 """The count of inputs on which a model approximates, and its effect on the verdict."""
 
 import copy
+import dataclasses
 from pathlib import Path
 
 import pyarrow.parquet
 import pytest
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from approx.evaluation.coverage import Coverage, coverage
+from approx.evaluation.coverage import Coverage, coverage, mean_pairs
 from approx.evaluation.evaluate import Subject, evaluate, prepare
 from approx.evaluation.options import EvaluateOptions
 from approx.evaluation.quality import compare
 from approx.evaluation.record_model import Approximated
 from approx.evaluation.statistics import verdict
 from approx.tasks import Example, Split, open_task
+from approx.tasks.metrics import METRICS
 from tiny_classifier import WORDS as VOCABULARY
 from tiny_classifier import tiny_model, tiny_tokenizer
 from typed import known
@@ -91,8 +93,10 @@ def test_nothing_is_said_of_a_model_that_is_not_converted(data):
     assert coverage(stock, SST2, prepare([stock], SST2, SST2.load(data), batch_size=4)) is None
 
 
-def test_the_record_has_the_count_also_where_the_outputs_were_kept(data, tmp_path):
+def test_the_record_has_the_count_also_where_the_outputs_were_kept(data, tmp_path, monkeypatch):
     base = tiny_model(2)
+    # Of random weights no loss could show.
+    monkeypatch.setattr(METRICS["accuracy"], "chance", lambda labels: None)
     subjects = {
         "exact": Subject("exact", base, tiny_tokenizer(), identity="a"),
         "short": subject(99, name="short", model=copy.deepcopy(base), identity="b"),
@@ -123,8 +127,9 @@ def test_the_record_has_the_count_also_where_the_outputs_were_kept(data, tmp_pat
 
 
 def test_the_base_has_no_verdict_and_a_stock_variant_keeps_its_own():
-    examples = [Example(str(row), {}, 1) for row in range(400)]
-    predictions = {"exact": [1] * 400, "stock": [1] * 400, "converted": [1] * 400}
+    labels = [0, 1] * 200
+    examples = [Example(str(row), {}, label) for row, label in enumerate(labels)]
+    predictions = {"exact": labels, "stock": labels, "converted": labels}
     covered = {"converted": Coverage([True] * 39 + [False] * 361, 0.2)}
     covered = compare(SST2, examples, [9] * 400, predictions, margin=0.02, seed=0, covered=covered)
     stock, converted = covered.variants
@@ -154,6 +159,28 @@ def test_what_was_not_tested_needs_no_more_examples_and_what_was_lost_stays_lost
     assert verdict((-0.004, -0.001), 0.005, 1000, 10)[0] == "not tested: exact on 99 % of these inputs"
     assert verdict(None, 0.005, 1, 0)[0] == "not tested: exact on 100 % of these inputs"
     assert verdict((-0.2, -0.1), 0.005, 1000, 10) == ("loss beyond margin", None)
+
+
+def test_pairs_are_averaged_over_inputs_and_are_none_where_attention_is_exact(data):
+    one = dataclasses.replace(subject(8), approximated_pairs=lambda n, widest: (n - 4) / n)
+    covered = known(coverage(one, SST2, prepare([one], SST2, SST2.load(data), batch_size=3)))
+    shares = [(words - 2) / (words + 2) if words + 2 >= 8 else 0.0 for words in WORDS]
+    assert covered.pairs == pytest.approx(sum(shares) / len(WORDS))
+    assert covered.counted.pairs == covered.pairs
+
+
+def test_of_many_lengths_some_are_counted_and_the_others_lie_between(data):
+    asked = []
+
+    def share(length: int, widest: int) -> float:
+        asked.append(length)
+        return 1 - 100 / length
+
+    one = dataclasses.replace(subject(8), approximated_pairs=share)
+    sizes = [(length, 2000) for length in range(100, 2000)]
+    found = mean_pairs(one, share, sizes)
+    assert len(asked) <= 32
+    assert found == pytest.approx(sum(1 - 100 / length for length, _ in sizes) / len(sizes), abs=0.01)
 
 
 def test_a_split_in_another_order_counts_the_same(data):

@@ -1,5 +1,7 @@
 """Holm over tasks, by variant within a record and by plan over several records; and the seed of resampling."""
 
+from typing import Any
+
 import pytest
 
 from approx.evaluation.coverage import Coverage
@@ -59,25 +61,46 @@ def test_the_seed_of_an_evaluation_decides_its_resampling_and_nothing_else(tmp_p
     assert first.interval != other.interval
 
 
-@pytest.mark.parametrize(("name", "certain"), [("glue/mrpc", False), ("lm", True)])
-def test_equal_predictions_prove_no_loss_only_where_a_score_has_no_bounds(name, certain):
-    """The interval of a bounded score allows for unseen changes; an unbounded score has no such term."""
-    said = (
-        [{"loss": 2.0 + row % 3, "count": 4, "places": {"1": [2.0 + row % 3, 4]}} for row in range(30)]
-        if certain
-        else [0, 1, 1] * 10
-    )
-    examples = [Example(str(row), {}, 20 if certain else row % 2) for row in range(30)]
+@pytest.mark.parametrize("name", ["glue/mrpc", "lm", "librispeech/dev-clean"])
+def test_equal_predictions_prove_nothing_for_certain(name):
+    """Thirty examples without a change cannot exclude that one in ten is lost, whatever the metric."""
+    said: list[Any] = [0, 1, 1] * 10
+    labels: list[Any] = [row % 2 for row in range(30)]
+    if name == "lm":
+        said = [{"loss": 2.0 + row % 3, "count": 4, "places": {"1": [2.0 + row % 3, 4]}} for row in range(30)]
+        labels = [20] * 30
+    elif name.startswith("librispeech"):
+        said, labels = ["A B C D E X"] * 30, ["A B C D E F"] * 30
+    examples = [Example(str(row), {}, label) for row, label in enumerate(labels)]
     entry = compare(open_task(name), examples, [20] * 30, {"a": said, "b": said}, margin=0.01, seed=0)
     low, high = known(entry.variants[0].interval)
-    assert (low == high == 0.0) is certain
+    assert low < -0.05 or high > 0.05
+    assert entry.variants[0].difference == 0.0
+    assert entry.variants[0].verdict in ("inconclusive", "the base is at chance")
+    low, high = known(entry.base.interval)
+    assert low < high
+
+
+def test_examples_of_few_groups_have_no_interval_and_one_for_each_is_no_group():
+    labels = ["A B C D"] * 24
+    task = open_task("librispeech/dev-clean")
+
+    def entry(speakers: int) -> Compared:
+        examples = [Example(str(row), {}, label, group=str(row % speakers)) for row, label in enumerate(labels)]
+        return compare(task, examples, [9] * 24, {"exact": labels, "same": labels}, margin=0.01, seed=0)
+
+    few = entry(3)
+    assert (few.groups, few.grouped_by) == (3, "speaker")
+    assert (few.base.interval, few.variants[0].interval, few.variants[0].verdict) == (None, None, "inconclusive")
+    assert entry(6).variants[0].interval is not None
+    assert (entry(24).groups, entry(24).grouped_by) == (None, None)
 
 
 def test_an_entry_holds_each_figure_under_its_own_name():
     labels, base = [1, 0] * 10, [1, 0] * 9 + [1, 1]
     examples = [Example(str(row), {}, label) for row, label in enumerate(labels)]
     lengths = [9] * 8 + [20] * 12
-    covered = {"other": Coverage([True] * 5 + [False] * 15, 0.25)}
+    covered = {"other": Coverage([True] * 5 + [False] * 15, 0.25, 0.5)}
     predictions = {"exact": base, "other": [0, 0, *base[2:]]}
     entry = compare(open_task("glue/sst2"), examples, lengths, predictions, margin=0.02, seed=0, covered=covered)
     (scored,) = entry.variants
@@ -91,6 +114,8 @@ def test_an_entry_holds_each_figure_under_its_own_name():
         slice_metric="accuracy",
         chance=0.5,
         groups=None,
+        grouped_by=None,
+        stake=1.0,
         base=BaseQuality(scores={"accuracy": 0.95}, interval=[low, high], at_chance=False),
         variants=[scored],
     )
@@ -107,7 +132,8 @@ def test_an_entry_holds_each_figure_under_its_own_name():
         "p_value": 1.0,
         "margin": 0.02,
         "verdict": "inconclusive",
-        "approximated": {"examples": 5, "tokens": 0.25},
+        "approximated": {"examples": 5, "tokens": 0.25, "pairs": 0.5},
+        "rare": pytest.approx(1 - 0.025**0.05),
         "slices": [
             {"from": 0, "to": 16, "examples": 8, "base": 1.0, "converted": 0.875},
             {"from": 16, "to": 32, "examples": 12, "base": pytest.approx(11 / 12), "converted": pytest.approx(11 / 12)},
@@ -142,3 +168,4 @@ def test_models_that_are_no_better_than_a_constant_are_at_chance():
         seed=0,
     )
     assert (silent.chance, silent.base.at_chance, silent.variants[0].at_chance) == (1.0, True, False)
+    assert silent.variants[0].verdict == "the base is at chance"

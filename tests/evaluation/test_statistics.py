@@ -11,6 +11,7 @@ from scipy import stats
 
 from approx.evaluation import statistics
 from approx.evaluation.statistics import (
+    Stake,
     accuracy_interval,
     compare_correct,
     compare_scores,
@@ -37,11 +38,29 @@ def test_the_p_value_is_the_exact_binomial_of_the_discordant_examples(lost, won)
     assert comparison.interval[0] <= comparison.difference <= comparison.interval[1]
 
 
-def test_the_interval_of_a_difference_of_accuracies_is_that_of_the_paper():
-    # Bonett and Price 2012, by hand: p12 = 21/874, p21 = 11/874.
-    interval = compare_correct(*flags(700, 20, 10, 142)).interval
-    centre, half = -10 / 874, 1.959964 * math.sqrt((32 / 874 - (10 / 874) ** 2) / 874)
-    assert interval == pytest.approx((centre - half, centre + half), abs=1e-6)
+@pytest.mark.parametrize(("lost", "won"), [(20, 10), (1, 0), (0, 3), (300, 5)])
+def test_the_interval_of_a_difference_of_accuracies_holds_two(lost, won):
+    """That of Bonett and Price 2012, and Wald's joined with the rule of three."""
+    interval = compare_correct(*flags(400, lost, won, 872 - 400 - lost - won)).interval
+    difference, half = (won - lost) / 872, 1.959964 * math.sqrt(((lost + won) / 872 - ((won - lost) / 872) ** 2) / 872)
+    half = math.hypot(half, 1 - 0.025 ** (1 / 872))
+    shares = (lost + 1) / 874, (won + 1) / 874
+    centre, wide = shares[1] - shares[0], 1.959964 * math.sqrt((sum(shares) - (shares[1] - shares[0]) ** 2) / 874)
+    expected = min(difference - half, centre - wide), max(difference + half, centre + wide)
+    assert interval == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("examples", [10, 60, 872])
+def test_no_change_bounds_its_frequency_by_the_rule_of_three(examples):
+    bound = 1 - 0.025 ** (1 / examples)
+    assert 3 / examples < bound + 1 / examples**1.5 < 5 / examples + 0.1
+    assert compare_correct([True] * examples, [True] * examples).interval == pytest.approx((-bound, bound))
+    scored = compare_scores(lambda rows: 0.0, examples, seed=0, resamples=5)
+    assert scored.interval == pytest.approx((-bound, bound))
+    assert scored.rare == pytest.approx(bound)
+    # Nothing larger than the whole stake can be lost, and nothing smaller than it is assumed.
+    other = compare_scores(lambda rows: 0.0, examples, seed=0, resamples=5, stake=Stake(6.0, 0.5), widest=None)
+    assert other.interval == pytest.approx((-6 * bound, 0.5 * bound))
 
 
 def test_the_interval_of_an_accuracy_is_wilsons():
@@ -68,12 +87,13 @@ def test_the_bootstrap_agrees_with_theory_on_a_mean():
 
 
 def test_an_interval_does_not_go_beyond_the_largest_possible_difference():
-    """Two groups of opposite differences would give an interval of several hundred points."""
-    values = np.repeat([0.4, -0.4], 4)
+    """Five groups of opposite differences would give an interval of more than a hundred points."""
+    values = np.repeat([0.9, -0.9, 0.9, -0.9, 0.9], 4)
     comparison = compare_scores(
-        lambda rows: float(values[rows].mean()), 8, seed=0, groups=np.repeat([0, 1], 4), resamples=200
+        lambda rows: float(values[rows].mean()), 20, seed=0, groups=np.repeat(range(5), 4), resamples=200
     )
-    assert comparison.interval == (-1.0, 1.0)
+    assert comparison.interval is not None
+    assert comparison.interval[1] == 1.0
 
 
 @pytest.mark.parametrize("widest", [None, 1.0])
@@ -93,26 +113,80 @@ def test_the_p_value_is_the_one_at_which_the_interval_touches_zero(widest):
     assert wider[0] < 0 < narrower[0]
 
 
+NOTHING = Stake(0.0, 0.0)
+
+
 def test_few_groups_have_the_interval_of_their_means():
-    groups = np.repeat(np.arange(4), 25)
-    means = np.array([0.1, 0.3, 0.2, 0.5])
+    groups = np.repeat(np.arange(5), 25)
+    means = np.array([0.1, 0.3, 0.2, 0.5, 0.4])
     comparison = compare_scores(
-        lambda rows: float(means[groups[rows]].mean()), 100, seed=0, groups=groups, widest=None, resamples=20_000
+        lambda rows: float(means[groups[rows]].mean()),
+        125,
+        seed=0,
+        groups=groups,
+        widest=None,
+        stake=NOTHING,
+        resamples=20_000,
     )
-    assert comparison.test == "paired bootstrap over 4 groups"
+    assert comparison.test == "paired bootstrap over 5 groups"
     exact: Any = stats.ttest_1samp(means, 0)
     assert comparison.interval == pytest.approx(exact.confidence_interval(0.95), abs=0.01)
     assert comparison.p_value == pytest.approx(exact.pvalue, abs=0.003)
 
 
-@pytest.mark.parametrize("groups", [None, np.zeros(20, int)])
-def test_one_example_or_group_settles_nothing(groups):
-    count = 1 if groups is None else 20
+def test_what_no_example_shows_may_strike_a_group_at_once():
+    """With groups, the rule of three counts examples as their design effect allows, and never fewer than the groups."""
+    groups = np.repeat(np.arange(10), 20)
+
+    def rare(values, clustering: float = 1.0) -> float:
+        return compare_scores(
+            lambda rows: float(values[rows].mean()), 200, seed=0, groups=groups, clustering=clustering, resamples=400
+        ).rare
+
+    same, apart = np.zeros(200), np.repeat(np.random.default_rng(0).normal(size=10), 20)
+    assert rare(same) == pytest.approx(statistics.unseen(200))
+    assert rare(same, 4.0) == pytest.approx(statistics.unseen(50))
+    assert rare(same, 400.0) == pytest.approx(statistics.unseen(10))
+    # Differences that cluster wholly leave as many independent ones as there are groups.
+    assert statistics.unseen(20) < rare(apart) <= statistics.unseen(10)
+
+
+@pytest.mark.parametrize(("count", "groups"), [(1, None), (20, np.zeros(20, int)), (24, np.repeat([0, 1, 2], 8))])
+def test_one_example_or_few_groups_settle_nothing(count, groups):
     comparison = compare_scores(lambda rows: -0.3, count, seed=0, groups=groups, resamples=10)
     assert (comparison.difference, comparison.interval, comparison.p_value) == (-0.3, None, 1.0)
     assert verdict(comparison.interval, 0.01, count) == ("inconclusive", None)
     assert score_interval(lambda rows: 0.5, count, seed=0, groups=groups, resamples=10) is None
     assert verdict(compare_correct([True], [False]).interval, 0.01, 1)[0] == "inconclusive"
+
+
+def test_a_design_effect_says_how_far_groups_make_examples_alike():
+    groups = np.repeat(np.arange(40), 10)
+    alike = np.repeat(np.random.default_rng(0).normal(size=40), 10)
+    apart = np.random.default_rng(1).normal(size=400)
+    found = [
+        statistics.design_effect(
+            lambda rows, values=values: float(values[rows].mean()), 400, groups, seed=0, resamples=500
+        )
+        for values in (alike, apart, np.ones(400))
+    ]
+    assert found[0] == pytest.approx(10, rel=0.25)
+    assert found[1] < 1.5
+    assert found[2] == 1.0
+
+
+def test_a_base_at_chance_has_no_other_verdict():
+    assert verdict((-0.9, -0.8), 0.01, 500, at_chance=True) == ("the base is at chance", None)
+    assert verdict((-0.001, 0.001), 0.01, 500, 0, at_chance=True)[0] == "the base is at chance"
+
+
+@pytest.mark.parametrize(
+    ("pairs", "expected"),
+    [(None, "no loss"), (0.0313, "not tested: exact on 96 % of the pairs of tokens"), (0.05, "no loss")],
+)
+def test_a_twentieth_of_the_pairs_must_be_approximated(pairs, expected):
+    assert verdict((-0.001, 0.001), 0.005, 1000, 1000, pairs) == (expected, None)
+    assert verdict((-0.2, -0.1), 0.005, 1000, 1000, pairs)[0] == "loss beyond margin"
 
 
 def test_holm_is_the_procedure_of_the_paper():
@@ -205,25 +279,39 @@ def test_unpaired_samples_are_refused():
         compare_correct([], [])
 
 
-def test_without_a_change_the_interval_is_that_of_one_example_more_each_way():
-    """Two examples of -1 and 1 add 2 / n² to the variance of a mean of n."""
-    interval = compare_scores(lambda rows: 0.0, 50, seed=0, resamples=50).interval
-    half = float(stats.t.ppf(0.975, 49)) * math.sqrt(2) / 50
-    assert interval == pytest.approx((-half, half))
-
-
-def test_where_every_resample_gives_the_same_the_p_value_is_all_or_nothing():
-    for difference, p_value in ((0.0, 1.0), (-0.25, 0.0)):
+def test_where_every_resample_gives_the_same_a_change_is_as_certain_as_its_rarity_allows():
+    for difference, certain in ((0.0, False), (-0.001, False), (-0.25, True)):
         comparison = compare_scores(lambda rows, same=difference: same, 50, seed=0, widest=None, resamples=20)
-        assert (comparison.p_value, comparison.interval) == (p_value, (difference, difference))
+        assert (comparison.p_value < 0.05) is certain
+        assert comparison.interval is not None
+        assert (comparison.interval[1] < 0) is certain
+        assert comparison.interval[0] < difference < comparison.interval[1]
 
 
 def test_the_interval_of_a_score_reaches_as_far_as_students_t_says():
     """Scores like those of a bootstrap of five examples from a normal distribution with standard deviation 1."""
-    drawn = iter(stats.norm.ppf((np.arange(20_000) + 0.5) / 20_000))
-    interval = score_interval(lambda rows: float(next(drawn)), 5, seed=0, resamples=20_000)
+    drawn = iter([*stats.norm.ppf((np.arange(20_000) + 0.5) / 20_000), 0.0])
+    interval = score_interval(
+        lambda rows: float(next(drawn)), 5, seed=0, resamples=20_000, stake=NOTHING, bounds=(-math.inf, math.inf)
+    )
     reach = float(stats.t.ppf(0.975, 4)) * math.sqrt(5 / 4)
     assert interval == pytest.approx((-reach, reach), rel=0.02)
+
+
+def test_a_score_without_any_spread_has_an_interval_still():
+    """Twelve utterances with one error each are no proof that every utterance has one."""
+    assert score_interval(lambda rows: 1 / 6, 12, seed=0, stake=Stake(1 / 6, 5 / 6), resamples=20) == pytest.approx(
+        (1 / 6 * 0.025 ** (1 / 12), 1 / 6 + 5 / 6 * (1 - 0.025 ** (1 / 12)))
+    )
+    assert score_interval(lambda rows: 1.0, 12, seed=0, resamples=20) == pytest.approx((0.025 ** (1 / 12), 1.0))
+
+
+def test_resamples_without_a_value_do_not_count():
+    """The error rate of empty transcripts alone is 0 / 0."""
+    words = np.array([3.0, 0.0, 0.0, 0.0])
+    interval = score_interval(lambda rows: float(words[rows].sum() / words[rows].sum()), 4, seed=0, resamples=50)
+    assert interval is not None
+    assert np.isfinite(interval).all()
 
 
 def test_as_many_examples_are_needed_as_make_the_interval_short_enough():
@@ -242,3 +330,14 @@ def test_the_fewest_examples_settle_a_margin_and_one_less_does_not(margin):
         same = np.ones(count, bool)
         settled.append(verdict(compare_correct(same, same).interval, margin, count)[0])
     assert settled == ["inconclusive", "no loss"]
+
+
+def test_fewer_examples_are_needed_where_only_rare_losses_are_in_doubt():
+    """What no example shows shrinks with the number of examples, and noise with its square root."""
+    made = compare_correct([True] * 60, [True] * 60)
+    judged, asked = verdict(made.interval, 0.005, 60, rare=made.rare)
+    assert judged == "inconclusive"
+    assert asked is not None
+    again = compare_correct([True] * asked, [True] * asked)
+    assert verdict(again.interval, 0.005, asked, rare=again.rare)[0] == "no loss"
+    assert 700 < asked < 800

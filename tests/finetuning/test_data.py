@@ -185,3 +185,14 @@ def test_the_hash_of_the_examples_goes_by_their_content(sst2, tmp_path):
         one.write_text(f"text {number}")
     digests = {digest_of(FinetuneStage(text=[str(one) for one in some])) for some in (texts[:1], texts[1:], texts)}
     assert len(digests) == 3
+
+
+def test_examples_of_one_group_cannot_be_held_out(tmp_path):
+    rows = [f'{{"text": "film {row}", "label": {row % 2}, "group": "one"}}' for row in range(30)]
+    (tmp_path / "train.jsonl").write_text("\n".join(rows))
+    options = FinetuneStage(task="text-classification", data=str(tmp_path / "train.jsonl"), settings={"labels": "0,1"})
+    with pytest.raises(
+        ApproxError, match="its 30 training examples are of 1 group, so that none can be held out"
+    ) as caught:
+        data_of(options, tiny_model(2, ["0", "1"]))
+    assert caught.value.exit_code == Exit.UNAVAILABLE

@@ -15,7 +15,11 @@ FIXED = {"seeds": [], "scores": [], "mean": None, "sd": None, "low": None, "high
 def test_every_cell_of_a_table_of_quality_holds_its_own_figure(record):
     task = record["quality"][1] | {"notes": ["read to 512 tokens"]}
     (entry,) = task["variants"]
-    entry |= {"p_adjusted": 0.0001, "needed_examples": 250, "approximated": {"examples": 25, "tokens": 0.4}}
+    entry |= {
+        "p_adjusted": 0.0001,
+        "needed_examples": 250,
+        "approximated": {"examples": 25, "tokens": 0.4, "pairs": 0.3},
+    }
     assert quality_table(part_of(Quality, **task)) == {
         "task": "glue/mrpc",
         "split": "dev",
@@ -41,7 +45,7 @@ def test_every_cell_of_a_table_of_quality_holds_its_own_figure(record):
                 "verdict": "inconclusive",
                 "needed": "about 250 examples",
                 "tone": "even",
-                "approximated": "25 % of inputs, 40 % of tokens",
+                "approximated": "25 % of inputs, 30 % of pairs",
                 "seeds": None,
             }
         ],

@@ -20,8 +20,8 @@ VERDICT = "not tested: exact on 95 % of these inputs"
 def untested(record) -> dict:
     """The record; the first variant approximates on 40 of 872 inputs, the second on a quarter, the third is unknown."""
     entries = record["quality"][0]["variants"]
-    entries[0] |= {"verdict": VERDICT, "approximated": {"examples": 40, "tokens": 0.081}}
-    entries[1] |= {"approximated": {"examples": 218, "tokens": 0.4}}
+    entries[0] |= {"verdict": VERDICT, "approximated": {"examples": 40, "tokens": 0.081, "pairs": 0.01}}
+    entries[1] |= {"approximated": {"examples": 218, "tokens": 0.4, "pairs": 0.12}}
     entries[3] |= {"approximated": None}
     return record
 
@@ -34,7 +34,7 @@ def test_every_file_says_that_it_was_not_tested(untested, tmp_path):
     assert (first["verdict"], first["approximated_examples"], first["approximated_tokens"]) == (VERDICT, "40", "0.081")
     assert (second["approximated_examples"], third["approximated_examples"]) == ("218", "")
     text = (tmp_path / "report.md").read_text("utf-8")
-    assert f"| {VERDICT} | 5 % of inputs, 8 % of tokens |" in text
+    assert f"| {VERDICT} | 5 % of inputs, 1 % of pairs |" in text
 
 
 def test_neither_its_figure_nor_its_colour_praises_it(untested):
@@ -44,7 +44,7 @@ def test_neither_its_figure_nor_its_colour_praises_it(untested):
     assert [(figure.value, figure.tone) for figure in answer.figures[1:]] == [("not tested", "even")]
     assert f"on glue/sst2 (dev): {VERDICT}." in " ".join(answer.sentences)
     assert "no loss" not in " ".join(answer.sentences)
-    assert "attention is approximated on 25 % of inputs, 40 % of tokens." in " ".join(other.sentences)
+    assert "attention is approximated on 25 % of inputs, 12 % of pairs." in " ".join(other.sentences)
 
 
 def test_the_figure_of_quality_against_speed_leaves_it_out_and_says_so(untested):
@@ -54,6 +54,13 @@ def test_the_figure_of_quality_against_speed_leaves_it_out_and_says_so(untested)
     assert f"Not shown, because untested: {NAME}." in drawn[1]
     alone = made.quality[0].model_copy(update={"variants": made.quality[0].variants[:1]})
     assert quality_figure(alone, made.speed, made, "both") is None
+
+
+def test_a_base_at_chance_is_not_praised_either():
+    entry = part_of(QualityVariant, verdict="the base is at chance", interval=[-0.001, 0.001], difference=0.0)
+    assert not wording.tested(entry)
+    assert wording.tone(entry) == "even"
+    assert wording.verdict(entry, part_of(Quality, metric="accuracy")) == "the base is at chance"
 
 
 def test_a_verdict_has_the_colour_that_it_deserves():
@@ -72,11 +79,12 @@ def test_a_verdict_has_the_colour_that_it_deserves():
     [
         ({}, "unknown"),
         ({"approximated": None}, "–"),
-        ({"approximated": {"examples": 0, "tokens": 0.0}}, "0 % of inputs, 0 % of tokens"),
-        ({"approximated": {"examples": 1, "tokens": 0.004}}, "< 1 % of inputs, < 1 % of tokens"),
-        ({"approximated": {"examples": 500, "tokens": 0.616}}, "50 % of inputs, 62 % of tokens"),
-        ({"approximated": {"examples": 999, "tokens": 0.9999}}, "99 % of inputs, 99 % of tokens"),
-        ({"approximated": {"examples": 1000, "tokens": 1.0}}, "100 % of inputs, 100 % of tokens"),
+        ({"approximated": {"examples": 0, "tokens": 0.0, "pairs": 0.0}}, "0 % of inputs, 0 % of pairs"),
+        ({"approximated": {"examples": 1, "tokens": 0.9, "pairs": 0.004}}, "< 1 % of inputs, < 1 % of pairs"),
+        ({"approximated": {"examples": 500, "tokens": 0.9, "pairs": 0.616}}, "50 % of inputs, 62 % of pairs"),
+        ({"approximated": {"examples": 999, "tokens": 0.9, "pairs": 0.9999}}, "99 % of inputs, 99 % of pairs"),
+        ({"approximated": {"examples": 1000, "tokens": 1.0, "pairs": 1.0}}, "100 % of inputs, 100 % of pairs"),
+        ({"approximated": {"examples": 1000, "tokens": 1.0}}, "100 % of inputs, pairs not recorded"),
     ],
 )
 def test_shares_in_words(entry: dict, said: str):

@@ -1,5 +1,7 @@
 """Every metric equals scikit-learn's or scipy's, and works through `evaluate` without a network."""
 
+import math
+
 import jiwer
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from approx.errors import ApproxError, Exit
 from approx.tasks.metrics import F1, METRICS, Accuracy, Matthews, Pearson, Spearman
 
 OFFICIAL = {
@@ -75,7 +78,68 @@ def test_an_error_rate_can_exceed_one_and_less_is_better():
     assert METRICS["wer"]().compute(predictions=["A B C D", ""], references=["E", "A"]) == {"wer": 5 / 2}
     assert METRICS["wer"].evidence(["A B C D", ""], ["E", "A"]).tolist() == [[4, 1], [1, 1]]
     assert METRICS["wer"].lower_is_better
-    assert METRICS["wer"].widest is None
+    assert METRICS["wer"].bounds == (0.0, math.inf)
+
+
+EVIDENCE = {
+    "accuracy": ([0, 1, 1, 0], [0, 1, 0, 0]),
+    "mean_score": ([0.5, 1.0, 0.2, 0.0], [1.0] * 4),
+    "token_accuracy": (["ab", "cd", "ef", "gh"], ["ab", "cx", "ef", "xx"]),
+    "f1": ([0, 1, 1, 0], [0, 1, 0, 1]),
+    "matthews": ([0, 1, 1, 0], [0, 1, 0, 0]),
+    "pearson": ([0.1, 2.0, 2.5, 4.0], [0.0, 2.0, 3.0, 3.5]),
+    "spearman": ([0.1, 3.0, 2.5, 4.0], [0.0, 2.0, 3.0, 3.5]),
+    "answer_f1": (["a b", "c", "d", ""], [["a b"], ["c d"], ["e"], ["f"]]),
+    "exact_match": (["x y", "z", "d", ""], [["x y"], ["z"], ["e"], ["f"]]),
+    "bits_per_byte": ([{"loss": loss, "count": 4} for loss in (8.0, 9.0, 30.0, 7.0)], [20] * 4),
+    "perplexity": ([{"loss": loss, "count": 4} for loss in (8.0, 9.0, 30.0, 7.0)], [20] * 4),
+    "masked_loss": ([{"loss": loss, "count": 4} for loss in (8.0, 9.0, 30.0, 7.0)], [20] * 4),
+    "entity_f1": ([["B-PER", "O"], ["O", "B-LOC"], ["O", "O"]], [["B-PER", "O"], ["B-LOC", "O"], ["B-LOC", "O"]]),
+    "wer": (["A B", "C X", "D"], ["A B", "C D", "D"]),
+    "cer": (["A B", "C X", "D"], ["A B", "C D", "D"]),
+}
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_a_lost_example_makes_every_metric_worse_and_a_won_one_better(name):
+    """Otherwise an interval of equal predictions would be a point."""
+    assert name in EVIDENCE, f"give {name} examples here, and see that `lost` and `won` fit its evidence"
+    metric = METRICS[name]
+    evidence = metric.evidence(*EVIDENCE[name])
+    worse = 1 if metric.lower_is_better else -1
+    assert worse * (metric.total(metric.lost(evidence)) - metric.total(evidence)) > 0
+    assert worse * (metric.total(metric.won(evidence)) - metric.total(evidence)) < 0
+    loss, gain = metric.at_stake(evidence)
+    assert 0 < loss < 1000
+    assert 0 < gain < 1000
+
+
+def test_the_stake_of_an_example_is_that_of_those_with_something_to_lose():
+    """Whether three or eight of ten are right, each right one can be lost whole."""
+    for right in (3, 8):
+        evidence = METRICS["accuracy"].evidence([1] * 10, [1] * right + [0] * (10 - right))
+        assert METRICS["accuracy"].at_stake(evidence) == pytest.approx((1.0, 1.0))
+    words = METRICS["wer"].evidence(["A B C D", ""], ["E F", "A B"])
+    # The worst utterance has two errors for each word.
+    assert METRICS["wer"].at_stake(words)[0] == pytest.approx(1.0)
+    silent = METRICS["bits_per_byte"].evidence([{"loss": 2 * np.log(2) * 20, "count": 4}] * 3, [20] * 3)
+    assert METRICS["bits_per_byte"].at_stake(silent) == pytest.approx((6.0, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "predictions", "labels", "cause"),
+    [
+        ("wer", ["A", ""], ["", ""], "wer is .* on 2 examples: the transcripts have no words"),
+        ("cer", ["", ""], ["", ""], "cer is nan on 2 examples: the transcripts have no characters"),
+        ("token_accuracy", [""], [""], "token_accuracy is nan on 1 examples: the sequences have no tokens"),
+        ("masked_loss", [{"loss": 0.0, "count": 0}], [20], "masked_loss is nan on 1 examples: no token is scored"),
+        ("perplexity", [{"loss": 5000.0, "count": 1}], [20], "perplexity is inf on 1 examples: .*losses are too large"),
+    ],
+)
+def test_a_metric_without_a_value_is_an_error_that_says_why(name, predictions, labels, cause):
+    with pytest.raises(ApproxError, match=cause) as caught:
+        METRICS[name].value(predictions, labels)
+    assert caught.value.exit_code == Exit.UNAVAILABLE
 
 
 @pytest.mark.parametrize(

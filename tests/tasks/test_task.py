@@ -1,13 +1,18 @@
 """The registry, and what all classifications of texts share: label order, padding, predictions."""
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from transformers import BertForMaskedLM, BertForQuestionAnswering
 
 from approx.errors import ApproxError, Exit
-from approx.tasks import TASKS, Example, Task, open_task
+from approx.finetuning.data import _held_out  # pyright: ignore[reportPrivateUsage]  # one rule for all tasks
+from approx.searching.parts import _divided  # pyright: ignore[reportPrivateUsage]  # one rule for all tasks
+from approx.tasks import TASKS, Example, Split, Task, open_task
 from approx.tasks.settings import names_setting
 from tiny_classifier import tiny_model, tiny_tokenizer
 
@@ -154,3 +159,95 @@ def test_a_setting_that_cannot_be_is_named_with_what_can(name, settings, words):
     with pytest.raises(ApproxError, match=words) as caught:
         open_task(name, **settings)
     assert caught.value.exit_code == Exit.USAGE
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_every_task_says_which_examples_are_correlated_or_why_none_are(name):
+    groups = open_task(name).groups
+    assert groups.by or groups.independent
+    # Only articles and documents are always known.
+    assert groups.independent or name.startswith("squad")
+
+
+def test_a_task_that_says_nothing_of_groups_cannot_be_made():
+    with pytest.raises(TypeError, match="Silent does not say which of its examples are correlated"):
+
+        class Silent(Task):  # pyright: ignore[reportUnusedClass]  # making it is the mistake
+            name = "silent"
+
+
+def _article(title: str, count: int) -> dict:
+    asked = [
+        {"id": f"{title}-{row}", "question": f"what {row}", "answers": [{"text": "word", "answer_start": 2}]}
+        for row in range(count)
+    ]
+    return {
+        "title": title,
+        "paragraphs": [{"context": "a word here", "qas": asked[:2]}, {"context": "a word", "qas": asked[2:]}],
+    }
+
+
+def _sources(folder: Path) -> dict[str, tuple[Path, dict]]:
+    """Name of a task -> data in which ten groups of three or more examples alternate, and settings."""
+    import soundfile
+
+    (folder / "dev-v1.1.json").write_text(json.dumps({"data": [_article(f"T{row}", 4) for row in range(10)]}))
+    rows = [{"text": f"good {row}", "label": row % 2, "group": f"g{row % 10}"} for row in range(40)]
+    (folder / "grouped.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    mnli = ["sentence1\tsentence2\tgold_label", *(f"premise {row // 3}\tit {row}\tneutral" for row in range(30))]
+    (folder / "dev_matched.tsv").write_text("\n".join(mnli) + "\n")
+    tagged = "".join("-DOCSTART- -X- O O\n\n" * (row % 3 == 0) + f"word{row} B-PER\n\n" for row in range(30))
+    (folder / "tags.conll").write_text(tagged)
+    for label in ("pos", "neg"):
+        (folder / "aclImdb" / "test" / label).mkdir(parents=True)
+        films = [f"http://films/{row // 4}/reviews" for row in range(20)]
+        (folder / "aclImdb" / "test" / f"urls_{label}.txt").write_text("\n".join(films) + "\n")
+        for row in range(20):
+            (folder / "aclImdb" / "test" / label / f"{row}_7.txt").write_text(f"a film {row}")
+    for speaker in range(10):
+        chapter = folder / "LibriSpeech" / "dev-clean" / f"{speaker}" / "1"
+        chapter.mkdir(parents=True)
+        (chapter / f"{speaker}-1.trans.txt").write_text("".join(f"{speaker}-1-{row} A WORD\n" for row in range(3)))
+        for row in range(3):
+            soundfile.write(chapter / f"{speaker}-1-{row}.flac", np.zeros(1600), 16_000)
+    return {
+        "squad": (folder / "dev-v1.1.json", {}),
+        "text-classification": (folder / "grouped.jsonl", {"labels": "0,1"}),
+        "documents": (folder / "aclImdb", {}),
+        "glue/mnli": (folder / "dev_matched.tsv", {}),
+        "token-classification": (folder / "tags.conll", {"labels": "O,B-PER"}),
+        "librispeech/dev-clean": (folder / "LibriSpeech", {}),
+    }
+
+
+def test_a_group_is_never_in_both_halves_of_a_search_or_of_a_training(tmp_path):
+    for name, (data, settings) in _sources(tmp_path).items():
+        task = open_task(name, **settings)
+        examples = task.load(data).examples
+        groups = {example.group for example in examples}
+        assert None not in groups, name
+        assert 5 <= len(groups) <= len(examples) / 3, name
+        for seed in range(5):
+            for first, second in (
+                _divided(examples, 15, seed),
+                _held_out(task, Split("dev", examples, False), 9, seed),
+            ):
+                assert first, name
+                assert second, name
+                assert not {one.unit for one in first} & {one.unit for one in second}, name
+                assert len(first) + len(second) == len(examples), name
+
+
+def test_a_column_named_group_is_read_without_being_named_and_an_empty_cell_is_a_group_of_its_own(tmp_path):
+    rows = "text,label,group,speaker\na,0,x,1\nb,1,,1\nc,0,x,2\n"
+    (tmp_path / "test.csv").write_text(rows)
+    task = open_task("text-classification", labels="0,1")
+    assert {one.inputs["text"]: one.group for one in task.load(tmp_path / "test.csv").examples} == {
+        "a": "x",
+        "b": None,
+        "c": "x",
+    }
+    named = open_task("text-classification", columns={"group": "speaker"}, labels="0,1")
+    assert {one.group for one in named.load(tmp_path / "test.csv").examples} == {"1", "2"}
+    with pytest.raises(ApproxError, match="line 3: no column group, or it is empty"):
+        open_task("text-classification", columns={"group": "group"}, labels="0,1").load(tmp_path / "test.csv")

@@ -341,7 +341,7 @@ def report(made: dict[str, Any]) -> str:
         f"examples, or speakers, that an inconclusive verdict names for a loss of {100 * LOSS:.0f} point ({LOSS} where the metric is no "
         f"fraction) against a margin of 0, and *settled by them* the share of {made['repetitions'] // 4} pairs of that size with a "
         f"verdict; {100 * POWER:.0f} % are promised, and more are kept where the question came from few speakers or stretches. Made by "
-        f"`{made['command']}`.\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n\n" + _rare(made)
+        f"`{made['command']}`.\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n" + ("\n" + _rare(made) if "rare" in made else "")
     )
 
 

@@ -186,8 +186,8 @@ def _check_losses(task: "Quality", allow_untested: bool) -> None:
     untested = [variant for variant in task.variants if not wording.tested(variant)]
     if untested and not allow_untested:
         raise ApproxError(
-            f"The loss on {task.task} is {untested[0].verdict}, and --fail-over accepts only a tested loss. Evaluate on longer "
-            "inputs, or add --allow-untested.",
+            f"The verdict on {task.task} is '{untested[0].verdict}', and --fail-over accepts only a tested loss. Evaluate on longer "
+            "inputs, or on a task that the base does well, or add --allow-untested.",
             Exit.THRESHOLD,
         )
 

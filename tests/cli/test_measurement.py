@@ -8,6 +8,7 @@ from approx.errors import Exit
 from approx.evaluation import record
 from approx.evaluation.record_model import Approximated
 from approx.measuring import products
+from approx.tasks.metrics import METRICS
 from tiny_study import tiny_checkpoint
 
 from .conftest import call
@@ -45,7 +46,21 @@ def test_without_a_base_a_converted_checkpoint_meets_itself_and_a_stock_one_nobo
     assert itself["quality"][0]["base"] == alone["quality"][0]["base"]
 
 
-def test_fail_over_is_for_losses_beyond_the_margin(base, converted, data):
+@pytest.fixture
+def any_score_is_better_than_chance(monkeypatch):
+    """Random weights are at chance, where no loss could show."""
+    monkeypatch.setattr(METRICS["accuracy"], "chance", lambda labels: None)
+
+
+def test_a_base_at_chance_is_not_tested(base, converted, data):
+    words = ("evaluate", converted, "--against", base, "--task", "glue/sst2", "--data", data, "--margin", "100")
+    assert call(*words, "--json").json["quality"][0]["variants"][0]["verdict"] == "the base is at chance"
+    failed = call(*words, "--fail-over")
+    assert failed.code == 7
+    assert "is 'the base is at chance', and --fail-over accepts only a tested loss" in failed.err
+
+
+def test_fail_over_is_for_losses_beyond_the_margin(base, converted, data, any_score_is_better_than_chance):
     task = ("--task", "glue/sst2", "--data", data, "--fail-over")
     assert call("evaluate", converted, *task, "--margin", "100").code == 0
     alone = call("evaluate", base, *task)
@@ -53,7 +68,7 @@ def test_fail_over_is_for_losses_beyond_the_margin(base, converted, data):
     assert "--against" in alone.err
 
 
-def test_a_loss_beyond_the_margin_exits_with_7(base, data, tmp_path):
+def test_a_loss_beyond_the_margin_exits_with_7(base, data, tmp_path, any_score_is_better_than_chance):
     """The worst variant: with its head negated, it is wrong on every example that the base gets right."""
     import torch
     import transformers
@@ -75,7 +90,7 @@ def test_a_loss_beyond_the_margin_exits_with_7(base, data, tmp_path):
     assert answer.err.splitlines()[-1] == "error: The loss on glue/sst2 is beyond the margin of 5.0 points."
 
 
-def test_no_loss_on_inputs_that_are_exact_is_not_tested(base, data, tmp_path):
+def test_no_loss_on_inputs_that_are_exact_is_not_tested(base, data, tmp_path, any_score_is_better_than_chance):
     """With a window over every whole sentence, the converted model equals the base."""
     wide = ("-m", "local", "--set", "left=20", "--set", "right=20")
     assert call("convert", base, "-o", "wide", *wide).code == 0
@@ -85,7 +100,7 @@ def test_no_loss_on_inputs_that_are_exact_is_not_tested(base, data, tmp_path):
     assert shown.code == 0
     assert said in shown.out
     (entry,) = record.load(tmp_path / "r.json").quality[0].variants
-    assert (entry.verdict, entry.approximated) == (said, Approximated(examples=0, tokens=0.0))
+    assert (entry.verdict, entry.approximated) == (said, Approximated(examples=0, tokens=0.0, pairs=0.0))
     assert call(*words, "--json").json["quality"][0]["variants"][0]["verdict"] == said
     failed = call(*words, "--fail-over")
     assert failed.code == 7
@@ -99,7 +114,7 @@ def test_no_loss_on_inputs_that_are_exact_is_not_tested(base, data, tmp_path):
         assert said in (tmp_path / "page" / name).read_text("utf-8"), name
 
 
-def test_the_share_that_is_approximated_is_that_of_the_lengths(base, tmp_path):
+def test_the_share_that_is_approximated_is_that_of_the_lengths(base, tmp_path, any_score_is_better_than_chance):
     """With a window of 4 tokens to each side, sentences of 6 or more tokens are approximated."""
     assert call("convert", base, "-o", "narrow", "-m", "local", "--set", "left=4", "--set", "right=4").code == 0
     sentences = ["good " * words for words in (1, 2, 3, 3, 4, 5, 8, 1, 1, 1)]
@@ -108,7 +123,10 @@ def test_the_share_that_is_approximated_is_that_of_the_lengths(base, tmp_path):
     words = ("evaluate", "narrow", "--against", base, "--task", "glue/sst2", "--data", "dev.tsv", "--margin", "100")
     entry = call(*words, "--json").json["quality"][0]["variants"][0]
     # With two special tokens each: 6, 7 and 10 of 49.
+    pairs = entry["approximated"].pop("pairs")
     assert entry["approximated"] == {"examples": 3, "tokens": 23 / 49}
+    # Beyond a distance of 4, of n tokens (n - 5)(n - 4) pairs are left out; seven inputs are exact.
+    assert pairs == pytest.approx(sum((n - 5) * (n - 4) / n**2 for n in (6, 7, 10)) / 10)
     assert entry["verdict"] == "no loss"
     assert "30 % of inputs" in call(*words).out
 

@@ -22,7 +22,6 @@ class WordErrorRate(TaskMetric):
     margin = 0.5
     # More words can be inserted than the transcript has.
     bounds = (0.0, math.inf)
-    undefined = "the transcripts have no words"
 
     @classmethod
     def chance(cls, labels: Sequence[Any]) -> float | None:
@@ -60,7 +59,6 @@ class CharacterErrorRate(WordErrorRate):
     """Substituted, deleted and inserted characters, divided by the characters of the transcripts; spaces count."""
 
     key = "cer"
-    undefined = "the transcripts have no characters"
 
     @staticmethod
     def evidence(predictions: Sequence[Any], labels: Sequence[Any]) -> NDArray[np.float64]:

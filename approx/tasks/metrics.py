@@ -164,6 +164,18 @@ class MicroF1(TaskMetric):
         right, said, true = evidence.sum(0).reshape(3, -1).sum(1)
         return float(2 * right / max(1, said + true))
 
+    @classmethod
+    def lost(cls, evidence: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The other labels, and none of the true ones."""
+        true = np.split(evidence, 3, axis=1)[2]
+        return np.concatenate([0 * true, 1 - true, true], axis=1)
+
+    @classmethod
+    def won(cls, evidence: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The true labels."""
+        true = np.split(evidence, 3, axis=1)[2]
+        return np.concatenate([true, true, true], axis=1)
+
 
 class MacroF1(MicroF1):
     """The mean over classes of their F1; 0 for a class that neither occurs nor is predicted."""
@@ -197,6 +209,16 @@ class SubsetAccuracy(MicroF1):
     def total(evidence: NDArray[np.float64]) -> float:
         """The mean over examples."""
         return float(evidence.mean())
+
+    @classmethod
+    def lost(cls, evidence: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Not all labels are right."""
+        return 0 * evidence
+
+    @classmethod
+    def won(cls, evidence: NDArray[np.float64]) -> NDArray[np.float64]:
+        """All labels are right."""
+        return 0 * evidence + 1
 
 
 class Matthews(TaskMetric):

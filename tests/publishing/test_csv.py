@@ -25,7 +25,14 @@ def test_every_column_of_quality_holds_its_own_figure(record, tmp_path):
     entries = record["quality"][0]["variants"]
     entries[3] |= {"p_adjusted": 0.7, "approximated": {"examples": 40, "tokens": 0.081}}
     entries[3]["seeds"] = {"seeds": [0, 1], "scores": [0.9, 0.88], "mean": 0.89, "sd": 0.014, "low": 0.88, "high": 0.9}
-    more = {"settings": "", "notes": "", "tokens_median": "", "tokens_longest": "", "fast_products": "False"}
+    more = {
+        "approximated_pairs": "",
+        "settings": "",
+        "notes": "",
+        "tokens_median": "",
+        "tokens_longest": "",
+        "fast_products": "False",
+    }
     lines = table(record, tmp_path, "quality.csv")
     assert [line["variant"] for line in lines] == [*(entry["name"] for entry in entries), "clustered 25"]
     about = {

@@ -81,7 +81,11 @@ def test_an_error_rate_can_exceed_one_and_less_is_better():
     assert METRICS["wer"].bounds == (0.0, math.inf)
 
 
+FLAGS = ([[1, 0, 0], [0, 1, 1], [1, 0, 1], [0, 0, 1]], [[1, 0, 0], [0, 1, 0], [1, 1, 0], [0, 0, 1]])
 EVIDENCE = {
+    "micro_f1": FLAGS,
+    "macro_f1": FLAGS,
+    "subset_accuracy": FLAGS,
     "accuracy": ([0, 1, 1, 0], [0, 1, 0, 0]),
     "mean_score": ([0.5, 1.0, 0.2, 0.0], [1.0] * 4),
     "token_accuracy": (["ab", "cd", "ef", "gh"], ["ab", "cx", "ef", "xx"]),
@@ -129,8 +133,6 @@ def test_the_stake_of_an_example_is_that_of_those_with_something_to_lose():
 @pytest.mark.parametrize(
     ("name", "predictions", "labels", "cause"),
     [
-        ("wer", ["A", ""], ["", ""], "wer is .* on 2 examples: the transcripts have no words"),
-        ("cer", ["", ""], ["", ""], "cer is nan on 2 examples: the transcripts have no characters"),
         ("token_accuracy", [""], [""], "token_accuracy is nan on 1 examples: the sequences have no tokens"),
         ("masked_loss", [{"loss": 0.0, "count": 0}], [20], "masked_loss is nan on 1 examples: no token is scored"),
         ("perplexity", [{"loss": 5000.0, "count": 1}], [20], "perplexity is inf on 1 examples: .*losses are too large"),

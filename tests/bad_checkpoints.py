@@ -44,7 +44,13 @@ def changed(change):
 
 
 def index(table):
-    return file("model.safetensors.index.json", json.dumps(table))
+    """An index in place of the whole file, beside which it would not be read."""
+
+    def change(folder):
+        (folder / WEIGHTS).unlink()
+        file("model.safetensors.index.json", json.dumps(table))(folder)
+
+    return change
 
 
 def set_first(value):

@@ -265,7 +265,7 @@ def refuse_existing(out: Path, *, force: bool) -> None:
         found = {path.name for path in out.iterdir()} if out.is_dir() else set()
         is_file = out.exists() and not out.is_dir()
     except OSError as error:
-        raise _unwritable(out, error) from None
+        raise _unwritable(out, error, Exit.USAGE) from None
     if _here().is_relative_to(out.resolve()):
         raise ApproxError(
             f"{out} is the current folder or contains it, so it cannot be replaced. Choose another output folder.",
@@ -339,11 +339,11 @@ def refuse_unwritable(out: Path) -> None:
         # Permissions do not tell for root, or on a file system that is read-only or full.
         os.rmdir(tempfile.mkdtemp(prefix=".approx-", dir=place))
     except OSError as error:
-        raise _unwritable(out, error) from None
+        raise _unwritable(out, error, Exit.USAGE) from None
 
 
-def _unwritable(out: Path, error: OSError) -> ApproxError:
-    return ApproxError(f"{out} cannot be written: {error.strerror}. Choose another output folder.")
+def _unwritable(out: Path, error: OSError, code: Exit = Exit.UNAVAILABLE) -> ApproxError:
+    return ApproxError(f"{out} cannot be written: {error.strerror}. Choose another output folder.", code)
 
 
 def refuse_overlap(source: Path, out: Path) -> None:

@@ -117,16 +117,16 @@ def test_no_loss_on_inputs_that_are_exact_is_not_tested(base, data, tmp_path, an
 def test_the_share_that_is_approximated_is_that_of_the_lengths(base, tmp_path, any_score_is_better_than_chance):
     """With a window of 4 tokens to each side, sentences of 6 or more tokens are approximated."""
     assert call("convert", base, "-o", "narrow", "-m", "local", "--set", "left=4", "--set", "right=4").code == 0
-    sentences = ["good " * words for words in (1, 2, 3, 3, 4, 5, 8, 1, 1, 1)]
+    sentences = ["good " * words for words in (1, 2, 3, 3, 4, 5, 18, 1, 1, 1)]
     rows = [f"{sentence}\t{row % 2}" for row, sentence in enumerate(sentences)]
     (tmp_path / "dev.tsv").write_text("\n".join(["sentence\tlabel", *rows]) + "\n", encoding="utf-8")
     words = ("evaluate", "narrow", "--against", base, "--task", "glue/sst2", "--data", "dev.tsv", "--margin", "100")
     entry = call(*words, "--json").json["quality"][0]["variants"][0]
-    # With two special tokens each: 6, 7 and 10 of 49.
+    # With two special tokens each: 6, 7 and 20 of 59.
     pairs = entry["approximated"].pop("pairs")
-    assert entry["approximated"] == {"examples": 3, "tokens": 23 / 49}
+    assert entry["approximated"] == {"examples": 3, "tokens": 33 / 59}
     # Beyond a distance of 4, of n tokens (n - 5)(n - 4) pairs are left out; seven inputs are exact.
-    assert pairs == pytest.approx(sum((n - 5) * (n - 4) / n**2 for n in (6, 7, 10)) / 10)
+    assert pairs == pytest.approx(sum((n - 5) * (n - 4) / n**2 for n in (6, 7, 20)) / 10)
     assert entry["verdict"] == "no loss"
     assert "30 % of inputs" in call(*words).out
 

@@ -42,8 +42,8 @@ MISTAKES = [
     (("mechanisms", "--family", "wavlm"), Exit.UNSUPPORTED, "can be converted"),
     (("evaluate", "{base}", "--task", "glue/sst"), Exit.USAGE, "Did you mean 'glue/sst2'?"),
     (("evaluate", "{base}", "--task", "glue/rte", "--data", "{data}"), Exit.UNSUPPORTED, "not_entailment"),
-    (("evaluate", "{base}", "--task", "needle", "--set", "lenth=4"), Exit.USAGE, "'lenth'. Did you mean 'length'? Its settings are length, examples, needles, seed."),
-    (("evaluate", "{base}", "--task", "glue/sst2", "--set", "foo=1"), Exit.USAGE, "has no setting 'foo'. It has no settings."),
+    (("evaluate", "{base}", "--task", "needle", "--set", "lenth=4"), Exit.USAGE, "'lenth'. Did you mean 'length'? Its settings are length, examples, needles, seed, labels."),
+    (("evaluate", "{base}", "--task", "glue/sst2", "--set", "foo=1"), Exit.USAGE, "has no setting 'foo'. Its settings are labels, encoding."),
     (("mechanisms", "locall"), Exit.USAGE, "Did you mean 'local'?"),
     (("tasks", "sst2"), Exit.USAGE, "Did you mean 'glue/sst2'?"),
     # Paths that do not exist, or exist already.

@@ -98,7 +98,7 @@ def test_rules_may_overlap_and_the_last_one_wins(gpt2):
     ("written", "code", "fragment"),
     [
         (None, Exit.UNAVAILABLE, "text.txt cannot be read: No such file"),
-        (b"\xff\xfe\x00", Exit.UNAVAILABLE, "it is not UTF-8 text"),
+        (b"\xff\xfe\x00", Exit.UNAVAILABLE, "line 1: byte 0x00 is not utf-16"),
         (b" \n", Exit.UNAVAILABLE, "text.txt cannot be read: it is empty"),
         # The tiny decoder has no tokenizer; transformers makes an empty one.
         (b"the film is good", Exit.UNAVAILABLE, "the vocabulary is missing"),

@@ -77,7 +77,8 @@ def test_every_check_passed_and_is_in_the_receipt(converted):
 def test_the_history_names_the_base_by_its_hash_and_nothing_private(converted, base):
     folder, _, _ = converted
     (entry,) = json.loads((folder / "config.json").read_text())["approx"]["history"]
-    assert entry["base"] == {"name": "base", "revision": None, "weights_sha256": checkpoint.load(base).weights_sha256}
+    sha256 = checkpoint.load(base).weights_sha256
+    assert entry["base"] == {"name": "base", "revision": None, "weights_sha256": sha256, "adapter": None}
     assert entry["plan"] == PLAN.to_data()
     assert entry["max_length"] == 100
     for path in folder.iterdir():

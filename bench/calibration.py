@@ -136,6 +136,7 @@ def alike(models: Callable[[Generator, int, float], Pair]) -> Callable[[Generato
 def utterances(generator: Generator, count: int, harm: float) -> Pair:
     """Words and errors in utterances of as many speakers."""
     base, converted, groups = speakers(generator, count, harm)
+    assert groups is not None, "utterances are grouped by speaker"
     _, first = np.unique(groups, return_index=True)
     return Pair(base[first], converted[first])
 
@@ -341,7 +342,10 @@ def report(made: dict[str, Any]) -> str:
         f"examples, or speakers, that an inconclusive verdict names for a loss of {100 * LOSS:.0f} point ({LOSS} where the metric is no "
         f"fraction) against a margin of 0, and *settled by them* the share of {made['repetitions'] // 4} pairs of that size with a "
         f"verdict; {100 * POWER:.0f} % are promised, and more are kept where the question came from few speakers or stretches. Made by "
-        f"`{made['command']}`.\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n" + ("\n" + _rare(made) if "rare" in made else "")
+        f"`{made['command']}`.\n\n"
+        + "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        + "\n"
+        + ("\n" + _rare(made) if "rare" in made else "")
     )
 
 

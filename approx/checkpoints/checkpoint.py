@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import CONFIG_MAPPING
-from transformers.quantizers import AutoHfQuantizer
+from transformers.quantizers.auto import AutoHfQuantizer
 
 from approx.checkpoints import adapters, families, hub, integrity
 from approx.checkpoints.foreign import refuse_kernels

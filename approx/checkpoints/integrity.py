@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -187,7 +187,7 @@ def weight_files(folder: Path, *, allow_pickle: bool = False) -> list[Path]:
     return files
 
 
-def unused_weights(folder: Path, files: Collection[Path]) -> str | None:
+def unused_weights(folder: Path, files: Sequence[Path]) -> str | None:
     """A note about safetensors files and indices in a folder that transformers ignores; None if there are none."""
     known = {path.name for path in files} | ({INDEX} if files[0].name != _SINGLE else set())
     left = sorted({path.name for path in folder.glob("*.safetensors*")} - known - {*adapter_names(folder)})

@@ -190,7 +190,8 @@ def _level_of(distance: float, reach: Callable[[float], float]) -> float:
         return 0.0
     if reach(most) <= distance:
         return 1.0
-    return float(brentq(lambda level: reach(level) - distance, 0.0, most, xtol=1e-12))
+    level, _ = brentq(lambda level: reach(level) - distance, 0.0, most, xtol=1e-12, full_output=True)
+    return float(level)
 
 
 def design_effect(

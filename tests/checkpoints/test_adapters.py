@@ -39,7 +39,7 @@ def base(tmp_path_factory):
 def both(base, tmp_path):
     """A checkpoint with an adapter beside its weights."""
     folder = Path(shutil.copytree(base, tmp_path / "both"))
-    trained(tiny("LlamaForCausalLM")).save_pretrained(folder)
+    trained(tiny("LlamaForCausalLM")).save_pretrained(str(folder))
     return folder
 
 
@@ -76,6 +76,7 @@ def test_refuses_an_adapter_beside_the_weights_everywhere(both, opened, installe
     if not installed:
         monkeypatch.setattr("transformers.integrations.peft.is_peft_available", lambda: False)
     error = error_of(lambda: opened(both))
+    assert error is not None
     assert error.exit_code == Exit.REFUSED
     assert all(word in str(error) for word in (str(both), "LORA", "--merge-adapter"))
     assert {path.name for path in both.parent.iterdir()} == {"both"}
@@ -113,6 +114,7 @@ def test_another_adapter_is_another_model(both, tmp_path):
 
 def test_an_adapter_alone_is_named_with_its_base(alone, base):
     error = error_of(lambda: api.inspect(str(alone)))
+    assert error is not None
     assert error.exit_code == Exit.REFUSED
     assert all(word in str(error) for word in ("LORA adapter", str(base), "--merge-adapter"))
     facts = api.inspect(str(alone), merge_adapter=True)
@@ -136,6 +138,7 @@ def test_refuses_what_cannot_be_merged(alone, changes, code, word):
     config = json.loads((alone / "adapter_config.json").read_text())
     (alone / "adapter_config.json").write_text(json.dumps(config | changes))
     error = error_of(lambda: checkpoint.load(alone, merge_adapter=True, offline=True))
+    assert error is not None
     assert error.exit_code == code, error
     assert word in str(error)
     assert "\n" not in str(error)
@@ -144,6 +147,7 @@ def test_refuses_what_cannot_be_merged(alone, changes, code, word):
 def test_names_an_adapter_without_weights(alone):
     (alone / "adapter_model.safetensors").unlink()
     error = error_of(lambda: checkpoint.load(alone, merge_adapter=True))
+    assert error is not None
     assert error.exit_code == Exit.UNAVAILABLE
     assert "adapter_model.safetensors" in str(error)
 
@@ -152,6 +156,7 @@ def test_names_an_adapter_without_weights(alone):
 def test_names_a_damaged_adapter_config(alone, text):
     (alone / "adapter_config.json").write_text(text)
     error = error_of(lambda: api.inspect(str(alone)))
+    assert error is not None
     assert error.exit_code == Exit.UNAVAILABLE
     assert "adapter_config.json" in str(error)
 
@@ -163,7 +168,7 @@ def test_takes_the_head_from_the_adapter(tmp_path):
     model = transformers.LlamaForSequenceClassification.from_pretrained(tmp_path)
     trained(model, task_type="SEQ_CLS").save_pretrained(tmp_path)
     opened = checkpoint.load(tmp_path, merge_adapter=True)
-    assert torch.equal(opened.model.score.weight, model.score.modules_to_save["default"].weight)
+    assert torch.equal(opened.model.score.weight, model.get_parameter("score.modules_to_save.default.weight"))
     assert not any("newly initialised" in note for note in opened.notes)
 
 

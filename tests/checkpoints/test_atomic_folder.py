@@ -239,6 +239,7 @@ def test_keeps_the_temporary_folder_of_a_living_process(host, tmp_path, monkeypa
         env={**os.environ, "PYTHONPATH": path},
     )
     try:
+        assert other.stdout is not None
         theirs = Path(other.stdout.readline().strip())
         if host != "this one":
             monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")

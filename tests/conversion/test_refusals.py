@@ -102,7 +102,8 @@ def test_every_kind_of_rotary_positions_converts(kind):
 @pytest.mark.parametrize("entry", ["generate_batch", "init_continuous_batching"])
 def test_continuous_batching_is_refused_with_a_way_that_works(mechanism, entry):
     model = tiny("LlamaForCausalLM")
-    surgery.convert(model, Plan.of(mechanism, **({"left": 8} if mechanism == "local" else {})))
+    settings: dict[str, Any] = {"left": 8} if mechanism == "local" else {}
+    surgery.convert(model, Plan.of(mechanism, **settings))
     with refused(Exit.UNSUPPORTED, "generate()", "left-padded"):
         getattr(model, entry)([[5, 6, 7], [8, 9]])
     made = model.generate(

@@ -232,13 +232,15 @@ def called(target: Path) -> None:
             raise ApproxError(str(outcome), Exit.USAGE)
     results = [outcome for outcome in outcomes if not isinstance(outcome, Exception)]
     if len(results) == 2 and plain:
-        _alike(*results, make().get("key_mask"))
+        _alike(results[0], results[1], make().get("key_mask"))
 
 
 def _alike(one: Any, other: Any, key_mask: Tensor | None) -> None:
     if isinstance(one, tuple) and isinstance(other, tuple):
         # States of decoding differ in what they store.
         return _alike(one[0], other[0], key_mask)
+    assert isinstance(one, Tensor)
+    assert isinstance(other, Tensor)
     assert (one.shape, one.dtype) == (other.shape, other.dtype)
     if one.device.type == "meta":
         return None

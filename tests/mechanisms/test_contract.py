@@ -206,7 +206,7 @@ def differentiated_twice(loss, inputs, directions):
     """The same by differentiating the gradients."""
     inputs = [x.detach().requires_grad_() for x in inputs]
     slopes = torch.autograd.grad(loss(*inputs), inputs, create_graph=True, allow_unused=True, materialize_grads=True)
-    along = sum((slope * u).sum() for slope, u in zip(slopes, directions, strict=True))
+    along = sum(((slope * u).sum() for slope, u in zip(slopes, directions, strict=True)), torch.zeros(()))
     return torch.autograd.grad(along, inputs, allow_unused=True, materialize_grads=True)
 
 

@@ -116,7 +116,8 @@ def test_a_dataset_is_named_as_the_hub_names_it(tmp_path, task, split, found):
     [("answer_f1", "f1"), ("matthews", "matthews_correlation"), ("pearson", "pearsonr"), ("wer", "wer")],
 )
 def test_metrics_have_the_hubs_names(tmp_path, ours, theirs):
-    assert read(tmp_path, [quality("squad", **{ours: 0.5})]).metrics == [theirs]
+    own: dict[str, Any] = {ours: 0.5}
+    assert read(tmp_path, [quality("squad", **own)]).metrics == [theirs]
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,7 @@ def test_pictures_of_every_kind_are_decoded_as_they_look():
 def test_pictures_without_one_meaning_are_named():
     frames = {"save_all": True, "append_images": [Image.new("RGB", (4, 4), "red")]}
     whole = encoded(Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)), "JPEG").source
+    assert isinstance(whole, bytes)
     for words, picture in [
         ("has 2 frames", encoded(Image.new("RGB", (4, 4)), "GIF", **frames)),
         ("whose scale is not known", encoded(grey(np.float32), "TIFF")),

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -18,9 +19,10 @@ from tiny_classifier import tiny_model, tiny_tokenizer
 
 NAMES = ["toxic", "insult", "threat"]
 WORDS = ["good", "bad", "very", "film"]
+Kind = Literal["regression", "single_label_classification", "multi_label_classification"]
 
 
-def checkpoint(kind: str | None, labels: list[str] | None = None, outputs: int = 3):
+def checkpoint(kind: Kind | None, labels: list[str] | None = None, outputs: int = 3) -> Any:
     torch.manual_seed(0)
     model = tiny_model(outputs, labels)
     model.config.problem_type = kind
@@ -143,13 +145,15 @@ def test_several_labels_are_measured_and_trained(tmp_path):
     assert (entry.metric, set(entry.base.scores)) == ("micro_f1", {"micro_f1", "macro_f1", "subset_accuracy"})
     converted = checkpoint("multi_label_classification", NAMES)
     approx.convert(converted, approx.Plan.of("local", left=1, right=1))
-    given = {"task": "text-classification", "data": str(path), "steps": 20, "batch_size": 10, "learning_rate": 0.01}
-    done = approx.finetune(converted, tmp_path / "work", processor=reader, recover=["task"], validation=2, **given)
+    given: dict[str, Any] = {"task": "text-classification", "data": str(path), "batch_size": 10, "learning_rate": 0.01}
+    done = approx.finetune(
+        converted, tmp_path / "work", processor=reader, recover=["task"], validation=2, steps=20, **given
+    )
     assert done["phases"][0]["steps"] == 20
     after = scored(converted, reader, str(path), "text-classification")
     assert after.base.scores["subset_accuracy"] == 1
     distilled = approx.finetune(
-        converted, tmp_path / "more", processor=reader, recover=["distill"], validation=2, **given | {"steps": 2}
+        converted, tmp_path / "more", processor=reader, recover=["distill"], validation=2, steps=2, **given
     )
     assert distilled["phases"][0]["steps"] == 2
 

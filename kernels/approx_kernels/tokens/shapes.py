@@ -153,7 +153,7 @@ def check_steps(steps: Any, most: int) -> None:
             raise ValueError(f"a step is {step}; expected a number from 1 to {most}, or None for all of them.")
 
 
-def checked_stride(stride: Any, causal: bool, keys: int) -> Callable[[int], int]:
+def checked_stride(stride: Callable[[int], Any], causal: bool, keys: int) -> Callable[[int], int]:
     """A stride that refuses its own results unless they are whole numbers above 0.
 
     If causal, it must be the same for 1 token as for `keys`, the most that it will be asked for.

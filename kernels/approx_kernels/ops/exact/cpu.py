@@ -105,7 +105,7 @@ def _differentiable_gradients(
 ) -> tuple[Tensor | None, ...]:
     """What `_Chunked.backward` returns, with a graph for second derivatives, in the memory of all weights."""
     # Views, since one tensor may be queries, keys and values at once.
-    inputs = [x.view_as(x) for x in (q, k, v)]
+    inputs = q.view_as(q), k.view_as(k), v.view_as(v)
     out = dense_attention(*inputs, None, causal=causal, scale=scale, dropout=0.0)
     learned = [x for x, is_wanted in zip(inputs, wanted, strict=False) if is_wanted]
     slopes = iter(torch.autograd.grad(out, learned, grad, create_graph=True))

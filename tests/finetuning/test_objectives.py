@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import PreTrainedConfig
 from transformers.utils.generic import ModelOutput
 
 from approx.conversion import surgery
@@ -180,6 +181,7 @@ class Fixed:
 
     def __init__(self, logits: torch.Tensor, **more: torch.Tensor) -> None:
         self.said, self.calls = {"logits": logits, **more}, []
+        self.config = PreTrainedConfig()
 
     def eval(self):
         return self

@@ -124,7 +124,7 @@ def test_tokens_and_time_are_counted_and_survive_an_interruption(trainer, monkey
     assert watch.tokens == 13
     watch.count({})
     assert watch.tokens == 13
-    watch.take({"seconds": 40.0, "tokens": 7})
+    watch.take(b'{"seconds": 40.0, "tokens": 7}')
     assert watch.tokens == 7
     assert 40.0 <= watch.seconds() < 45.0
     assert watch.share_of_time() == pytest.approx(0.4, abs=0.05)

@@ -66,7 +66,6 @@ FIRST = (
     "bigbird",
     "performer",
     "lsh rounds=1",
-    "sinks",
     "sinks window=508",
 )
 # Bytes of the second-level cache if unknown.

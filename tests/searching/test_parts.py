@@ -88,7 +88,7 @@ def test_short_examples_are_left_out_where_asked(base, sentences):
 @pytest.mark.parametrize(
     ("options", "said", "code"),
     [
-        ({"limit": 19}, "has 19 examples, which leaves 10 for the proof beside 9 to compare plans", Exit.UNAVAILABLE),
+        ({"limit": 19}, "has 19 examples; that leaves 10 for the proof beside 9 to compare plans", Exit.UNAVAILABLE),
         ({"min_length": 41}, "examples of at least 41 tokens", Exit.UNAVAILABLE),
         ({"examples": 20, "calibration": 21}, "21 examples were asked for.*only 20 compare plans", Exit.USAGE),
     ],

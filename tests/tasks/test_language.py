@@ -98,7 +98,8 @@ def test_slices_go_by_the_tokens_before(data):
     assert (entry.metric, entry.fraction, entry.lower_is_better) == ("bits_per_byte", False, True)
     assert (entry.sliced_by, entry.slice_metric) == ("tokens before", "perplexity")
     (same,) = entry.variants
-    assert same.verdict == "no loss"
+    # Equal on so few stretches, which leave room for a loss that none of them shows.
+    assert (same.difference, same.verdict) == (0.0, "inconclusive")
     assert [(part.from_, part.to) for part in same.slices] == [
         (0, 16),
         (16, 32),

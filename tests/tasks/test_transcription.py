@@ -118,7 +118,7 @@ def test_models_are_compared_by_words_over_speakers(data, tmp_path):
     assert entry.variants[0].test == "paired bootstrap over 3 groups"
     assert set(entry.base.scores) == {"wer", "cer"}
     assert [(part.from_, part.to, part.examples) for part in entry.variants[0].slices] == [(0, 5, 7)]
-    assert entry.tokens == Tokens(median=35, longest=65), "frames of 20 ms"
+    assert entry.tokens == Tokens(median=35, longest=65, windows=1), "frames of 20 ms"
     # Not the seconds of the slices' bounds.
     assert longest_input(entry) == 66
 

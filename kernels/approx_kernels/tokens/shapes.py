@@ -88,12 +88,12 @@ def check_tensor(name: str, x: Any) -> None:
         raise ValueError(f"{name} has shape {list(x.shape)}: more numbers than any machine holds.")
 
 
-def check_least(name: str, number: Any, least: int) -> None:
-    """Refuse a number that is not a whole one from `least` to `MOST`."""
+def check_least(name: str, number: Any, least: int, most: int = MOST) -> None:
+    """Refuse a number that is not a whole one from `least` to `most`."""
     if not isinstance(number, int | torch.SymInt) or isinstance(number, bool):
         raise ValueError(f"{name} is {_shown(number)}; expected a whole number.")
-    if not least <= number <= MOST:
-        limit = f"{least} or more" if number < least else f"{MOST} or less"
+    if not least <= number <= most:
+        limit = f"{least} or more" if number < least else f"{most} or less"
         raise ValueError(f"{name} is {_shown(number)}; expected {limit}.")
 
 

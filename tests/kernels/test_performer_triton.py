@@ -270,7 +270,7 @@ def test_a_prompt_leaves_the_state_that_tokens_follow(kernel, length, keys):
 
 
 REFUSED = {
-    "a state": (lambda q, how: performer_decode(q, q, q, None, {}, **how), "follow those of a state"),
+    "a state": (lambda q, how: performer_decode(q, q, q, None, {}, **how), "expected the dictionary that the last call returned"),
     "queries alone": (lambda q, how: performer_decode(q, q[:, :, :2], q[:, :, :2], **how), "5 queries and 2 keys"),
     "gradients": (lambda q, how: performer_decode(q.requires_grad_(), q, q, **how), "no_grad"),
     "dropout": (lambda q, how: performer_attention(q, q, q, **how, causal=True, dropout=0.1), "drop no keys"),

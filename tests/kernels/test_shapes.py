@@ -28,7 +28,7 @@ def test_what_fits_passes():
         ("v", torch.zeros(2, 1, 7, 4), r"v has shape \[2, 1, 7, 4\]; expected \[2, 3, 7, value size\]"),
         ("v", torch.zeros(2, 3, 6, 4), r"v has shape \[2, 3, 6, 4\]; expected \[2, 3, 7, value size\]"),
         ("q", torch.zeros(2, 3, 0, 8), r"\[2, 3, 0, 8\].*one is empty"),
-        ("v", torch.zeros(2, 3, 7, 4).half(), r"torch.float32, torch.float32, torch.float16; expected one floating dtype"),
+        ("v", torch.zeros(2, 3, 7, 4).half(), r"torch.float32, torch.float32, torch.float16; expected one of 16, 32 or 64 bits"),
         ("k", torch.zeros(2, 3, 7, 8, device="meta"), r"q, k, v are on cpu, meta, cpu; expected one device"),
         ("key_mask", torch.ones(2, 7), r"key_mask is torch.float32 of shape \[2, 7\]; expected torch.bool of shape \[2, 7\]"),
         ("key_mask", torch.ones(2, 6, dtype=torch.bool), r"of shape \[2, 6\]; expected torch.bool of shape \[2, 7\]"),

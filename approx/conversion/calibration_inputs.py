@@ -174,11 +174,11 @@ def calibration_batch(
         rows = _rows(tokenizer, TEXT * -(-length // len(rows[0])), length)
     rows = [row for row in rows[: 1 if file is None else most] if len(row) == len(rows[0])]
     tokens = {token for row in rows for token in row}
-    known = bool(tokens) and max(tokens) < model.config.vocab_size
+    known = bool(tokens) and max(tokens) < model.config.get_text_config().vocab_size
     if file is not None and not known:
         raise ApproxError(
             f"The tokenizer does not match {type(model).__name__}: it gives {max(tokens, default='no tokens')}, but "
-            f"the vocabulary has {model.config.vocab_size} entries. Use the tokenizer that the model was trained with.",
+            f"the vocabulary has {model.config.get_text_config().vocab_size} entries. Use the tokenizer that the model was trained with.",
             Exit.UNAVAILABLE,
         )
     # With a vocabulary of another language, the built-in text would be all unknown tokens.

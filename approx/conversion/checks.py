@@ -128,7 +128,9 @@ def causality(model: Any) -> Check:
         if not any(site["causal"] for site in sites) or tokens not in inputs:
             return Check(name, None, "no converted layer is causal")
         changed = {**inputs, tokens: inputs[tokens].clone()}
-        changed[tokens][:, trial.real :] = (changed[tokens][:, trial.real :] + 1) % model.config.vocab_size
+        changed[tokens][:, trial.real :] = (
+            changed[tokens][:, trial.real :] + 1
+        ) % model.config.get_text_config().vocab_size
         with all_open(model):
             error, before = layerwise.causality(model, trial, inputs)
             after = _run(model, changed)

@@ -98,7 +98,7 @@ def _read(opened: Mapping[str, checkpoint.Checkpoint], prompt: str, new: int) ->
             raise ApproxError(
                 f"The tokenizers of {label} and {BASE} differ. Compare a converted checkpoint with the base it was made from."
             )
-        vocabulary, limit = one.model.config.vocab_size, positions.limit(one.model.config)
+        vocabulary, limit = one.model.config.get_text_config().vocab_size, positions.limit(one.model.config)
         if max(ids) >= vocabulary:
             raise ApproxError(
                 f"The prompt has token {max(ids)}, but the vocabulary of {one.source.name} is 0-{vocabulary - 1}: its "

@@ -177,9 +177,9 @@ def _check_text(one: checkpoint.Checkpoint, text: str) -> None:
             f"The input has {len(ids)} tokens, the limit is {limit} (the positions of {one.source.name}). Shorten it, or convert "
             f"with --max-length {len(ids)} to extend them."
         )
-    if max(ids) >= one.model.config.vocab_size:
+    if max(ids) >= one.model.config.get_text_config().vocab_size:
         raise ApproxError(
-            f"The input has token {max(ids)}, but the vocabulary of {one.source.name} is 0-{one.model.config.vocab_size - 1}: its "
+            f"The input has token {max(ids)}, but the vocabulary of {one.source.name} is 0-{one.model.config.get_text_config().vocab_size - 1}: its "
             "tokenizer belongs to another model. Put the model's own tokenizer into its folder.",
             Exit.UNAVAILABLE,
         )

@@ -169,14 +169,23 @@ def anatomy(config: Any, model_class: type) -> Anatomy:
             "DistilBERT, ELECTRA, GPT-2, Llama, Wav2Vec2, HuBERT, ViT and Whisper, can be converted.",
             Exit.UNSUPPORTED,
         )
-    if parts := [name for name in config.sub_configs if getattr(config, name, None) is not None]:
-        raise ApproxError(
-            f"{model_class.__name__} (family '{config.model_type}') is made of several models ({', '.join(parts)}), each with a "
-            "config of its own, which cannot be converted together. Save one of them as a checkpoint of its own, and convert that.",
-            Exit.UNSUPPORTED,
-        )
+    if config.is_encoder_decoder and _parts(config):
+        raise _of_several(config, model_class)
     settings = {name: value for name, value in config.to_dict().items() if name not in _ORIGINS}
     return _observe(_Kind(model_class, repr(settings), copy.deepcopy(config)))
+
+
+def _parts(config: Any) -> list[str]:
+    """Names of the configs of its own that a model's parts have."""
+    return [name for name in config.sub_configs if getattr(config, name, None) is not None]
+
+
+def _of_several(config: Any, model_class: type) -> ApproxError:
+    return ApproxError(
+        f"{model_class.__name__} (family '{config.model_type}') is made of several models ({', '.join(_parts(config))}), each with a "
+        "config of its own, which cannot be converted together. Save one of them as a checkpoint of its own, and convert that.",
+        Exit.UNSUPPORTED,
+    )
 
 
 class _KnownIntegers(TorchFunctionMode):
@@ -283,6 +292,9 @@ def _observe(kind: _Kind) -> Anatomy:
     except ApproxError:
         raise
     except Exception as error:
+        if _parts(config):
+            # One that reads text alone is converted in its text model; this one needs its other parts too.
+            raise _of_several(config, model_class) from error
         remedy = "If stock transformers runs this model, the family is not supported; otherwise fix its config.json."
         if _lacks_values(error):
             remedy = "With this config its forward pass reads values, but planning knows only shapes: it cannot be converted."

@@ -40,8 +40,9 @@ def example_inputs(
         if shapes_alone:
             return torch.empty(batch, size, dtype=torch.long, device=device)
         # Low ids are special tokens in most vocabularies; RoBERTa derives positions from the padding id.
-        low = min(5, config.vocab_size - 1)
-        return torch.randint(low, config.vocab_size, (batch, size), generator=generator)
+        # A model of several parts has the vocabulary of its text model.
+        vocabulary = config.get_text_config().vocab_size
+        return torch.randint(min(5, vocabulary - 1), vocabulary, (batch, size), generator=generator)
 
     def real(*shape: int) -> Tensor:
         # The sizes come from an unchecked config, so avoid allocating memory when shapes suffice.

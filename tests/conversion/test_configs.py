@@ -44,7 +44,7 @@ def test_longer_positions_do_not_reach_the_config_that_was_given():
     assert type(config)(**config.to_dict()).to_dict() == config.to_dict()
 
 
-def test_a_model_made_of_several_is_refused_and_its_configs_are_left_alone():
+def test_what_shares_a_config_before_shares_it_afterwards():
     size: dict[str, Any] = {
         "hidden_size": 32,
         "num_hidden_layers": 2,
@@ -55,11 +55,21 @@ def test_a_model_made_of_several_is_refused_and_its_configs_are_left_alone():
     seen = transformers.CLIPVisionConfig(**size, image_size=24, patch_size=8)
     config: Any = transformers.LlavaConfig(text_config=text, vision_config=seen)
     model: Any = transformers.LlavaForConditionalGeneration(config).eval()
-    before = config.to_dict()
-    with pytest.raises(ApproxError, match=r"several models \(vision_config, text_config\)"):
-        surgery.convert(model, PLAN)
-    assert model.config is config
-    assert config.to_dict() == before
+    names = [name for name, module in model.named_modules() if getattr(module, "config", None) is config.text_config]
+    assert len(names) > 3
+    surgery.convert(model, PLAN)
+    assert model.config is model.model.config is not config
+    assert model.config.text_config is not text
+    assert all(model.get_submodule(name).config is model.config.text_config for name in names)
+    # The dispatch reads the config part that a layer holds, so all layers must share the switched one.
+    assert model.config.text_config._attn_implementation == "approx_v1"
+    assert "approx_v1" not in {config._attn_implementation, config.text_config._attn_implementation}
+    inputs = {"input_ids": torch.randint(5, 90, (1, 20))}
+    changed = outputs(model, inputs)
+    surgery.revert(model)
+    assert type(model.config) is transformers.LlavaConfig
+    assert difference(outputs(model, inputs), changed) > 1e-5
+    assert not hasattr(model.config, "approx")
 
 
 def test_a_plan_that_does_not_fit_leaves_the_config_alone():

@@ -237,7 +237,8 @@ def test_calls_that_a_function_receives_are_not_kept():
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["done", "failed"])
-def test_nothing_stays_behind(fails):
+@pytest.mark.parametrize("convert", [False, True], ids=["stock", "converted"])
+def test_nothing_stays_behind(convert, fails):
     text = transformers.LlamaConfig(**SIZE, vocab_size=101, max_position_embeddings=64)
     seen = transformers.CLIPVisionConfig(**SIZE, image_size=24, patch_size=8)
     # Its parts have separate configs, with different implementations.
@@ -245,6 +246,8 @@ def test_nothing_stays_behind(fails):
         transformers.LlavaConfig(text_config=text, vision_config=seen)
     )
     model.eval().set_attn_implementation({"": "sdpa", "text_config": "eager", "vision_config": "sdpa"})
+    if convert:
+        surgery.convert(model, Plan.of("local"))
 
     def state():
         configs = model.config, model.config.text_config, model.config.vision_config

@@ -27,10 +27,12 @@ from approx.tasks.metrics import METRICS
 from approx_kernels.runtime.atomic_file import write_whole
 
 _STATE = "training.json"
+# Keys of a config that change no number of a training.
+_ELSEWHERE = ("_name_or_path", "transformers_version")
 
 
 class About(BaseModel):
-    """What a training is about; another one does not go on with its state."""
+    """What a training is about; another one does not go on with its state. An earlier version did not keep the config."""
 
     model_config = ConfigDict(strict=True)
 
@@ -38,6 +40,7 @@ class About(BaseModel):
     data: str
     model: str
     weights: str
+    config: dict[str, Any] | None = None
     sites: dict[str, Any]
 
 
@@ -289,7 +292,7 @@ def _begun(folder: Path, model: Any, prepared: Preparation, options: FinetuneSta
         "data": prepared.data.sha256,
         "model": type(model).__name__,
         "weights": state_sha256(model),
-        "config": {key: value for key, value in settings.items() if key != "_name_or_path"},
+        "config": {key: value for key, value in settings.items() if key not in _ELSEWHERE},
         "sites": (getattr(model.config, "approx", None) or {}).get("sites", {}),
     }
     about = About.model_validate(json.loads(json.dumps(about)))
@@ -298,7 +301,8 @@ def _begun(folder: Path, model: Any, prepared: Preparation, options: FinetuneSta
     found = distributed.agree(file.read_bytes() if distributed.leads() and file.is_file() else None)
     if found is not None and resume:
         kept = _read(file, found)
-        if different := [what for what in About.model_fields if getattr(kept.about, what) != getattr(about, what)]:
+        known = kept.about.model_dump(exclude_none=True)
+        if different := [what for what in known if known[what] != getattr(about, what)]:
             words = {
                 "options": "options",
                 "data": "examples",

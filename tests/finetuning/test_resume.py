@@ -105,6 +105,10 @@ def test_a_training_goes_on_only_with_the_same_options_and_examples(sst2, tmp_pa
         changed.classifier.bias.add_(1)
     with pytest.raises(ApproxError, match="with other weights"):
         trained(changed, work, options, resume=True)
+    drier = model_of()
+    drier.config.hidden_dropout_prob = 0.5
+    with pytest.raises(ApproxError, match=r"with other settings in config\.json\."):
+        trained(drier, work, options, resume=True)
     file = Path(sst2) / "train.tsv"
     before = file.read_text()
     file.write_text(before.replace("\t1", "\t0"))

@@ -14,6 +14,7 @@ from approx.conversion import surgery
 from approx.conversion.calibration import all_open, evaluating, exact_below
 from approx.finetuning.options import Distillation
 from approx.seam.observe import Call, observe
+from approx.tasks.classification import SEVERAL, kind_of_outputs
 from approx_kernels.ops.fastest.api import fastest_attention
 
 # Longer than any input.
@@ -147,15 +148,9 @@ class Distill:
         terms = []
         if weights.logits:
             pairs = [(said[name], due[name]) for name in due if name.endswith("logits")]
-            several = getattr(self._teacher.config, "problem_type", None) == "multi_label_classification"
+            several = kind_of_outputs(self._teacher.config) == SEVERAL
             terms += [
-                weights.logits
-                * (
-                    _of_labels(one, other, weights.temperature)
-                    if several
-                    else _distance(one, other, mask, weights.temperature)
-                )
-                / len(pairs)
+                weights.logits * _distance(one, other, mask, weights.temperature, several=several) / len(pairs)
                 for one, other in pairs
             ]
         if weights.hidden:
@@ -192,6 +187,12 @@ def teacher_of(model: Any) -> Any:
 def exactly(model: Any) -> AbstractContextManager[None]:
     """Run exact attention in every layer within the context."""
     return exact_below(model, _ALWAYS_EXACT)
+
+
+def divergence_of_labels(given: Tensor, due: Tensor) -> Tensor:
+    """KL(due ‖ given) in nats of labels that do not exclude each other, added up: logits [B, L] -> [B]."""
+    least = F.binary_cross_entropy_with_logits(due, due.sigmoid(), reduction="none")
+    return (F.binary_cross_entropy_with_logits(given, due.sigmoid(), reduction="none") - least).sum(-1)
 
 
 def relative_error(given: Tensor, due: Tensor, real: Tensor | None = None) -> Tensor:
@@ -245,8 +246,10 @@ def _divergence(given: Tensor, due: Tensor, real: Tensor | None) -> Tensor:
     return (apart * real).sum() / (real.sum() * apart.shape[1]).clamp(min=1)
 
 
-def _distance(given: Tensor, due: Tensor, mask: Tensor | None, temperature: float) -> Tensor:
-    """Distance of outputs: divergence over the last dimension, or squared error if that has size 1."""
+def _distance(given: Tensor, due: Tensor, mask: Tensor | None, temperature: float, *, several: bool) -> Tensor:
+    """Distance of outputs: divergence over the last dimension, or squared error if that has size 1; of `several` labels, of each."""
+    if several:
+        return divergence_of_labels(given.float() / temperature, due.float() / temperature).mean() * temperature**2
     if due.shape[-1] == 1:
         return F.mse_loss(given.float(), due.float())
     log_given, log_due = (F.log_softmax(x.float() / temperature, -1) for x in (given, due))
@@ -255,14 +258,6 @@ def _distance(given: Tensor, due: Tensor, mask: Tensor | None, temperature: floa
     if apart.dim() == 2 and mask is not None and mask.shape == apart.shape:
         return (apart * mask).sum() / mask.sum().clamp(min=1)
     return apart.mean()
-
-
-def _of_labels(given: Tensor, due: Tensor, temperature: float) -> Tensor:
-    """Distance of outputs over labels that do not exclude each other, [B, L]: divergence of each, added up."""
-    one, other = given.float() / temperature, due.float() / temperature
-    least = F.binary_cross_entropy_with_logits(other, other.sigmoid(), reduction="none")
-    apart = F.binary_cross_entropy_with_logits(one, other.sigmoid(), reduction="none") - least
-    return apart.sum(-1).mean() * temperature**2
 
 
 def _fitting(mask: Tensor | None, hidden: Tensor) -> Tensor | None:

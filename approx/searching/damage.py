@@ -21,6 +21,7 @@ from approx.planning.anatomy import Anatomy
 from approx.seam.observe import Call, observe
 from approx.searching.divergence import surrogate
 from approx.searching.judging import Batch
+from approx.tasks.classification import SEVERAL, kind_of_outputs
 from approx_kernels.runtime.atomic_file import write_whole
 
 # Labels drawn for each input.
@@ -131,12 +132,9 @@ def _with_gradients(
         with observe(model, layers=layers) as calls, evaluating(model), torch.enable_grad():
             outputs = model(**batch.inputs)
             seen = [call for call in calls if call.layer is not None]
-            gradients = [
-                torch.autograd.grad(
-                    surrogate(outputs, batch.mask, generator), [call.output for call in seen], retain_graph=True
-                )
-                for _ in range(_DRAWS)
-            ]
+            several = kind_of_outputs(model.config) == SEVERAL
+            draws = (surrogate(outputs, batch.mask, generator, several=several) for _ in range(_DRAWS))
+            gradients = [torch.autograd.grad(one, [call.output for call in seen], retain_graph=True) for one in draws]
     finally:
         for parameter in frozen:
             parameter.requires_grad_(False)

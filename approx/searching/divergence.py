@@ -6,20 +6,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from approx.finetuning.objectives import divergence_of_labels
+
 _HIDDEN = ("last_hidden_state", "hidden_states")
 
 
-def divergence(given: Any, due: Any, mask: Tensor | None) -> Tensor:
+def divergence(given: Any, due: Any, mask: Tensor | None, *, several: bool = False) -> Tensor:
     """The divergence of outputs from those of the base, per example.
 
     Args:
         given: Outputs of a transformers model.
         due: Outputs of its base for the same batch.
         mask: True at real tokens, [B, L]; None if all are.
+        several: Whether the outputs are over labels that do not exclude each other.
 
     Returns:
         [B]: for outputs over classes or tokens KL(base ‖ model) in nats, averaged over the tokens of an example and added
-        over heads; for a single number the squared difference; for hidden states the relative error.
+        over heads; for several labels that of each, added up; for a single number the squared difference; for hidden states the relative error.
     """
     total: Any = 0.0
     for name, target in _compared(due).items():
@@ -27,6 +30,8 @@ def divergence(given: Any, due: Any, mask: Tensor | None) -> Tensor:
         if name in _HIDDEN:
             apart, size = ((value - target).float() * _rows(mask, target), target.float() * _rows(mask, target))
             total = total + apart.flatten(1).norm(dim=1) / size.flatten(1).norm(dim=1).clamp_min(1e-20)
+        elif several:
+            total = total + divergence_of_labels(value.float(), target.float())
         elif target.shape[-1] == 1:
             total = total + (value - target).float().square().flatten(1).mean(1)
         else:
@@ -37,7 +42,7 @@ def divergence(given: Any, due: Any, mask: Tensor | None) -> Tensor:
     return total
 
 
-def surrogate(due: Any, mask: Tensor | None, generator: torch.Generator) -> Tensor:
+def surrogate(due: Any, mask: Tensor | None, generator: torch.Generator, *, several: bool = False) -> Tensor:
     """A scalar whose squared gradient is, in expectation, the curvature of the divergence (the Fisher information).
 
     For outputs over classes it is the loss of a label that is drawn from the model's own prediction: the labels of the data
@@ -45,7 +50,7 @@ def surrogate(due: Any, mask: Tensor | None, generator: torch.Generator) -> Tens
 
     Args:
         due: Outputs of the base, with gradients.
-        mask: As for `divergence`.
+        mask, several: As for `divergence`.
         generator: On the device of the outputs.
 
     Returns:
@@ -53,7 +58,10 @@ def surrogate(due: Any, mask: Tensor | None, generator: torch.Generator) -> Tens
     """
     total: Any = 0.0
     for name, target in _compared(due).items():
-        if name in _HIDDEN or target.shape[-1] == 1:
+        if several and name not in _HIDDEN:
+            drawn = torch.bernoulli(target.detach().float().sigmoid(), generator=generator)
+            total = total + F.binary_cross_entropy_with_logits(target.float(), drawn, reduction="sum")
+        elif name in _HIDDEN or target.shape[-1] == 1:
             noise = torch.randn(target.shape, generator=generator, device=target.device)
             size = (target.detach().float() * _rows(mask, target)).flatten(1).norm(dim=1) if name in _HIDDEN else None
             projected = (target.float() * noise * _rows(mask, target)).flatten(1).sum(1)

@@ -19,6 +19,7 @@ from approx.searching.divergence import divergence
 from approx.searching.options import SearchStage
 from approx.searching.parts import Batch, Part, placed
 from approx.tasks import open_task
+from approx.tasks.classification import SEVERAL, kind_of_outputs
 from approx.tasks.metrics import METRICS
 from approx.tasks.task import Task
 
@@ -87,12 +88,12 @@ class Judge:
 
     @torch.inference_mode()
     def _run(self, model: Any, part: Part) -> tuple[NDArray[np.float64], list[Any]]:
-        apart = np.zeros(part.inputs)
+        apart, several = np.zeros(part.inputs), kind_of_outputs(self.base.model.config) == SEVERAL
         said: list[Any] = [None] * part.inputs
         for number, batch in enumerate(part.batches):
             due = self._due(part, number)
             outputs = model(**batch.inputs)
-            apart[batch.rows] = divergence(outputs, due, batch.mask).cpu().double().numpy()
+            apart[batch.rows] = divergence(outputs, due, batch.mask, several=several).cpu().double().numpy()
             for row, one in zip(batch.rows, self._said(model, outputs, part, batch), strict=True):
                 said[row] = one
         return apart, said

@@ -28,6 +28,15 @@ def test_classes_and_tokens_diverge_by_their_mean_kl(shape):
     assert torch.equal(divergence(due, due, mask), torch.zeros(3))
 
 
+def test_labels_that_do_not_exclude_each_other_diverge_by_the_sum_of_their_kl():
+    torch.manual_seed(0)
+    due, given = Outputs(logits=torch.randn(3, 5)), Outputs(logits=torch.randn(3, 5))
+    p, q = due.logits.double().sigmoid(), given.logits.double().sigmoid()
+    expected = (p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()).sum(-1)
+    assert torch.allclose(divergence(given, due, None, several=True).double(), expected, rtol=1e-5)
+    assert torch.equal(divergence(due, due, None, several=True), torch.zeros(3))
+
+
 def test_padding_does_not_count_for_answers():
     torch.manual_seed(0)
     mask = torch.tensor([[True, True, True, False, False]])
@@ -55,8 +64,8 @@ def test_hidden_states_diverge_by_their_relative_error_and_numbers_by_their_squa
     ]
 
 
-@pytest.mark.parametrize("shape", [(2, 4), (2, 3, 4)])
-def test_the_squared_gradient_of_the_surrogate_is_twice_the_divergence_of_a_small_change(shape):
+@pytest.mark.parametrize(("shape", "several"), [((2, 4), False), ((2, 3, 4), False), ((2, 4), True)])
+def test_the_squared_gradient_of_the_surrogate_is_twice_the_divergence_of_a_small_change(shape, several):
     torch.manual_seed(0)
     logits = torch.randn(shape, dtype=torch.float64)
     change = torch.randn(shape, dtype=torch.float64) * 0.03
@@ -64,8 +73,8 @@ def test_the_squared_gradient_of_the_surrogate_is_twice_the_divergence_of_a_smal
     draws, total = 1500, torch.zeros(2, dtype=torch.float64)
     for _ in range(draws):
         own = logits.clone().requires_grad_()
-        (gradient,) = torch.autograd.grad(surrogate(Outputs(logits=own), None, generator), [own])
+        (gradient,) = torch.autograd.grad(surrogate(Outputs(logits=own), None, generator, several=several), [own])
         total += (gradient * change).flatten(1).sum(1).square()
-    exact = divergence(Outputs(logits=logits + change), Outputs(logits=logits), None).double()
+    exact = divergence(Outputs(logits=logits + change), Outputs(logits=logits), None, several=several).double()
     # The mean of 1,500 squares is known to about 5 %; terms of third order add half as much.
     assert torch.allclose(total / draws / 2, exact, rtol=0.2, atol=1e-6)

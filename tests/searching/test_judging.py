@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from approx.finetuning.objectives import divergence_of_labels
 from approx.measuring.in_memory import in_memory
 from approx.searching.composition import Composer
 from approx.searching.judging import Judge
@@ -56,6 +57,14 @@ def test_divergence_and_loss_are_of_the_part_that_is_asked_for(judge, base, conv
     assert found.loss == pytest.approx(100 * (right[0].mean() - right[1].mean()))
     paired = 100 * (right[0] - right[1])
     assert found.error == pytest.approx(paired.std() / np.sqrt(len(paired)), rel=0.25)
+
+
+def test_labels_that_do_not_exclude_each_other_are_compared_one_by_one(base, text, converted, monkeypatch):
+    monkeypatch.setattr(base.model.config, "problem_type", "multi_label_classification")
+    judge = Judge(base, SearchStage(length=24, budget="kl<=1", text=str(text), examples=4), 0)
+    due, given = logits(base.model, judge.search), logits(converted, judge.search)
+    expected = divergence_of_labels(given, due).numpy()
+    assert judge.divergences(converted, judge.search) == pytest.approx(expected, rel=1e-3, abs=1e-6)
 
 
 def test_the_base_loses_nothing(judge, base):

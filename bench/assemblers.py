@@ -76,7 +76,7 @@ def _layer(name: str, suite: str = "attention", length: int = 512, batch: int = 
 def _model() -> str:
     part = Part("roberta", "forward", "bfloat16", 2048, 8, "graph")
     names = ("clustered iterations=3", "improved-clustered iterations=3")
-    found = {name: gpu_jobs._runs(part, name, torch.device("cuda")) for name in names}
+    found = {name: gpu_jobs.runs(part, name, torch.device("cuda")) for name in names}
     return next((f"{name}: {status}" for name, status in found.items() if status != "ok"), "ok")
 
 

@@ -63,14 +63,14 @@ def _try(given: dict[str, Any], device: torch.device, say: Say, before: Mapping[
             if part.suite == "decode" and given["role"] == "variant":
                 found = verify_decoding(name, getattr(torch, part.dtype), device, part.length)
                 status = found["status"]
-            status = _runs(part, name, device) if status == "ok" else status
+            status = runs(part, name, device) if status == "ok" else status
     except Exception as error:  # what fails here is not timed, and the page says why
         found, status = {}, in_one_line(error)
     _alive(device, status)
     return {"name": name, "status": status, "errors": found.get("errors", {}), SPENT: True}
 
 
-def _runs(part: Part, name: str, device: torch.device) -> str:
+def runs(part: Part, name: str, device: torch.device) -> str:
     """`ok` if a model's outputs are numbers, and the same from a captured graph; or what is wrong with them."""
     everyone = gpu_models.contenders(part.suite, part.length, part.batch, getattr(torch, part.dtype), device)
     call = next(call for each, _, call in everyone if each == name)

@@ -54,8 +54,8 @@ def shown(value: Any) -> str:
     """A value for a message, shortened if it is long."""
     # A value may repeat its parts many times over, so its whole text is never made.
     short = reprlib.Repr()
-    short.maxlevel, short.maxlist, short.maxtuple, short.maxdict, short.maxset = 4, 30, 30, 30, 30
-    short.maxstring, short.maxlong, short.maxother = 200, 60, 200
+    short.maxlevel, short.maxlong = 4, 60
+    short.maxstring = short.maxother = 200
     try:
         text = short.repr(value)
     except ValueError:

@@ -126,3 +126,23 @@ def test_a_run_keeps_what_it_found_and_the_doctor_and_the_page_say_so(tmp_path, 
     findings.forget(but=checked.ABOUT)
     assert check_of("linear_attention", "cpu") is not None
     assert "exact attention, float32" not in findings.found("cpu")
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_the_largest_keys_are_the_same_in_16_bits_where_inputs_are_set_apart(apart):
+    how = {"batch": 1, "length": 512, "heads": 2, "dtype": torch.bfloat16, "device": torch.device("cpu")}
+    given = gpu_cases.inputs("attention", **how)[0]
+    if apart:
+        gpu_verify._set_apart(given)
+    same = []
+    # The mean queries of clusters, of two queries or of all.
+    for count in (2, 8, 64, 512):
+        scores = given.q.float().unflatten(2, (-1, count)).mean(3) @ given.k.float().mT
+        exact, rounded = (x.topk(gpu_verify.KEPT).indices.sort().values for x in (scores, scores.bfloat16().float()))
+        same.append(torch.equal(exact, rounded))
+        if apart:
+            assert torch.equal(exact, torch.arange(gpu_verify.KEPT).expand_as(exact))
+            last, first_left_out = scores.topk(gpu_verify.KEPT + 1).values[..., -2:].unbind(-1)
+            # By more than numbers of that size in 16 bits are apart.
+            assert (last - first_left_out > last.abs() * 2**-7).all()
+    assert all(same) is apart

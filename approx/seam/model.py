@@ -94,28 +94,21 @@ class ApproxModel:
         """
         return any(
             widest >= mechanism.exact_below and start is not None and positions >= start
-            for mechanism in self.modules()
-            if isinstance(mechanism, Mechanism) and not isinstance(mechanism, HeadGroups)
+            for mechanism in self._mechanisms()
             for start in (mechanism.differs_from(),)
         )
+
+    def _mechanisms(self) -> list[Mechanism]:
+        return [each for each in self.modules() if isinstance(each, Mechanism) and not isinstance(each, HeadGroups)]
 
     def approximated_pairs(self, positions: int, widest: int) -> float:
         """The share of the pairs of tokens whose weight is not exact, in the heads whose attention can differ from it.
 
-        Args:
-            positions: Positions of the input in attention, without padding.
-            widest: Positions of the longest input in the batch, to compare with `exact_below`.
+        The arguments are those of `approximates`.
         """
-        shares, heads = 0.0, 0
-        for mechanism in self.modules():
-            if not isinstance(mechanism, Mechanism) or isinstance(mechanism, HeadGroups):
-                continue
-            if mechanism.differs_from() is None:
-                continue
-            heads += mechanism.heads
-            if widest >= mechanism.exact_below:
-                shares += mechanism.heads * mechanism.approximated_pairs(positions)
-        return shares / heads if heads else 0.0
+        able = [each for each in self._mechanisms() if each.differs_from() is not None]
+        shares = (each.heads * each.approximated_pairs(positions) for each in able if widest >= each.exact_below)
+        return sum(shares) / max(sum(each.heads for each in able), 1)
 
     def attention_penalty(self) -> Tensor:
         """The sum of the mechanisms' penalties, such as their spans, as a scalar; 0 if there are none.
@@ -151,15 +144,10 @@ class ApproxModel:
         """Nothing to do: transformers already copied the code of remote classes."""
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse continuous batching, to which `generate_batch` and paged caches lead too.
-
-        Raises:
-            ApproxError: always.
-        """
+        """Refuse continuous batching, to which `generate_batch` and paged caches lead too, with an ApproxError."""
         raise ApproxError(
             "Continuous batching (generate_batch, a paged cache) lays several texts into one row, which converted layers cannot keep "
-            "apart. Call generate() with the texts as one left-padded batch and its attention_mask; without the mechanisms, "
-            "`approx revert` gives the base, which can do it.",
+            "apart. Call generate() with the texts as one left-padded batch and its attention_mask, or `approx revert` the model.",
             Exit.UNSUPPORTED,
         )
 

@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -140,3 +141,42 @@ def test_ctrl_c_exits_with_130_and_says_how_to_go_on(base, data, tmp_path):
     assert process.wait() == 130
     assert errors == ["error: Interrupted. Finished stages are kept; run the same command with --resume to continue."]
     assert json.loads(process.stdout.read())["exit_code"] == 130
+
+
+# Writes a file and prints, also below Python, as libraries in C do.
+_PRINTS_WHILE_A_FILE_IS_OPEN = f"""
+import os, sys
+sys.path[:0] = {[str(ROOT), str(ROOT / "kernels")]!r}
+from approx.cli.terminal import open_streams
+open_streams()
+with open(sys.argv[1], "w") as file:
+    os.write(1, b"noise")
+    os.write(2, b"noise")
+    print("noise", file=sys.stderr)
+    print("noise", flush=True)
+    file.write("the record")
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "printed"),
+    [
+        ("exec {command} tasks --json <&- 2>&-", 0, '"name": "glue/sst2"'),
+        ("exec {command} tasks >&-", 0, "Next: approx tasks NAME"),
+        ("exec {script} {record} <&- >&- 2>&-", 0, ""),
+        ("rmdir $PWD && exec {command} tasks", 5, "The current folder cannot be opened"),
+    ],
+    ids=["input and errors", "output", "all", "deleted folder"],
+)
+def test_closed_streams_and_a_deleted_folder_end_in_the_usual_way(line, code, printed, tmp_path):
+    place, record = tmp_path / "here", tmp_path / "record.json"
+    place.mkdir()
+    script = shlex.join([sys.executable, "-c", _PRINTS_WHILE_A_FILE_IS_OPEN])
+    whole = line.format(command=shlex.join(COMMAND), script=script, record=record)
+    done = subprocess.run(["/bin/sh", "-c", whole], cwd=place, env=environment(), capture_output=True, text=True)
+    said = done.stdout + done.stderr
+    assert (done.returncode, printed in said, bool(said)) == (code, True, bool(printed)), said
+    assert "Traceback" not in said
+    # The first file that is opened would take the number of a closed stream, and then hold what is printed.
+    if "{record}" in line:
+        assert record.read_text("utf-8") == "the record"

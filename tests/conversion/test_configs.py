@@ -6,8 +6,8 @@ import pytest
 import torch
 import transformers
 
-from approx.checkpoints import families
-from approx.conversion import surgery
+from approx.checkpoints import checkpoint, families
+from approx.conversion import convert, surgery
 from approx.errors import ApproxError
 from approx.planning.plan import Plan
 from zoo import FAMILIES, difference, outputs, tiny
@@ -44,7 +44,7 @@ def test_longer_positions_do_not_reach_the_config_that_was_given():
     assert type(config)(**config.to_dict()).to_dict() == config.to_dict()
 
 
-def test_what_shares_a_config_before_shares_it_afterwards():
+def llava() -> Any:
     size: dict[str, Any] = {
         "hidden_size": 32,
         "num_hidden_layers": 2,
@@ -53,8 +53,15 @@ def test_what_shares_a_config_before_shares_it_afterwards():
     }
     text = transformers.LlamaConfig(**size, vocab_size=101, max_position_embeddings=64)
     seen = transformers.CLIPVisionConfig(**size, image_size=24, patch_size=8)
-    config: Any = transformers.LlavaConfig(text_config=text, vision_config=seen)
-    model: Any = transformers.LlavaForConditionalGeneration(config).eval()
+    return transformers.LlavaForConditionalGeneration(
+        transformers.LlavaConfig(text_config=text, vision_config=seen)
+    ).eval()
+
+
+def test_what_shares_a_config_before_shares_it_afterwards():
+    model = llava()
+    config = model.config
+    text = config.text_config
     names = [name for name, module in model.named_modules() if getattr(module, "config", None) is config.text_config]
     assert len(names) > 3
     surgery.convert(model, PLAN)
@@ -79,3 +86,16 @@ def test_a_plan_that_does_not_fit_leaves_the_config_alone():
         surgery.convert(model, Plan.of("sinks"))
     assert model.config is config
     assert torch.equal(outputs(model)[0], outputs(tiny("BertModel"))[0])
+
+
+@pytest.mark.slow
+def test_a_folder_of_several_models_of_which_one_reads_text_is_converted_and_loads(tmp_path):
+    llava().save_pretrained(tmp_path / "base")
+    convert.convert(tmp_path / "base", tmp_path / "out", PLAN)
+    made, base = (checkpoint.load(tmp_path / name).model for name in ("out", "base"))
+    inputs = {"input_ids": torch.randint(5, 90, (1, 20))}
+    assert families.is_converted(made)
+    assert made.config.text_config.vocab_size == 101
+    assert difference(outputs(made, inputs), outputs(base, inputs)) > 1e-5
+    surgery.convert(base, PLAN)
+    assert difference(outputs(made, inputs), outputs(base, inputs)) == 0.0

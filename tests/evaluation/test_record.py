@@ -235,3 +235,20 @@ def test_the_cores_are_those_that_the_process_may_use():
         assert records.environment()["cores"] == 1
     finally:
         os.sched_setaffinity(0, allowed)
+
+
+def test_refuses_half_of_a_surrogate_pair_before_it_writes_or_reads(tmp_path):
+    path = tmp_path / "record.json"
+    records.save(path, MADE)
+    before = path.read_bytes()
+    with pytest.raises(ApproxError, match="holds half of a surrogate pair") as caught:
+        records.save(path, MADE.model_copy(update={"title": "speed \ud800"}))
+    assert caught.value.exit_code == Exit.INTERNAL
+    assert path.read_bytes() == before
+    path.write_text(json.dumps({**RECORD, "title": "speed \udfff"}))
+    with pytest.raises(ApproxError, match=r"record\.json is damaged: it holds half of a surrogate pair") as caught:
+        records.load(path)
+    assert caught.value.exit_code == Exit.UNAVAILABLE
+    # A whole pair is a character.
+    path.write_text(json.dumps({**RECORD, "title": "speed \U0001f680"}))
+    assert records.load(path).title == "speed \U0001f680"

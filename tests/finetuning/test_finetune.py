@@ -5,7 +5,6 @@ import json
 import math
 import re
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +85,9 @@ def test_the_loss_goes_down_with_the_settings_of_training(mechanism, sst2, tmp_p
 
 
 def test_a_time_budget_ends_training_and_its_learning_rate_falls_until_then(sst2, tmp_path):
-    began = time.monotonic()
     done = trained(
         model_of(), tmp_path / "work", options_of(sst2, steps=100_000, time_budget="3s", evaluate_every=50_000)
     )
-    assert time.monotonic() - began < 30
     phase = done.phases[0]
     assert phase.ended == "time"
     assert 0 < phase.steps < 100_000

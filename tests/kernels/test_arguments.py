@@ -270,7 +270,7 @@ def test_a_seed_is_a_whole_number(draw, seed):
         ({"k": None}, "k is of type NoneType"),
         ({"v": V.to_sparse()}, "v has layout torch.sparse_coo; expected torch.strided"),
         (dict.fromkeys("qkv", Q.to(torch.float8_e5m2)), "q, k, v have dtypes torch.float8_e5m2"),
-        (dict.fromkeys("qkv", Q.to(torch.complex64)), "q, k, v have dtypes torch.complex64"),
+        (dict.fromkeys("qkv", Q.to(torch.complex64)), "k is torch.complex64; expected a floating dtype"),
         ({"k": K[:, :, :1].expand(-1, -1, 2**30, -1), "v": V[:, :, :1].expand(-1, -1, 2**30, -1)}, "fewer than 2.30"),
         ({"key_mask": [True] * LENGTH}, "key_mask is of type list"),
     ],

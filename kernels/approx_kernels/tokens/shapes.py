@@ -16,50 +16,23 @@ _MOST_NUMBERS = 2**40
 
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
-    """Refuse tensors that do not match, with a ValueError that names the tensor, what it is and what is expected.
-
-    Args:
-        q: Queries, [B, H, L, D].
-        k: Keys, [B, G, S, D], where H is a multiple of G.
-        v: Values, [B, G, S, E].
-        key_mask: [B, S] bool, True at real keys, or None.
-    """
-    for name, each in (("q", q), ("k", k), ("v", v)):
-        check_tensor(name, each)
-    if q.ndim != 4:
-        raise ValueError(f"q has shape {list(q.shape)}; expected [batch, heads, queries, head size].")
+    """Refuse any but q [B, H, L, D], k [B, G, S, D] and v [B, G, S, E], H a multiple of G, and a mask [B, S] bool or None."""
+    check_tensor("q", q)
+    if q.ndim != 4 or not q.numel():
+        raise ValueError(f"q has shape {list(q.shape)}; expected [batch, heads, queries, head size], each at least 1.")
     batch, heads, _, size = q.shape
-    if k.ndim != 4 or k.shape[0] != batch or k.shape[3] != size:
-        raise ValueError(f"k has shape {list(k.shape)}; expected [{batch}, heads, keys, {size}] to fit q.")
-    if not k.shape[1] or heads % k.shape[1]:
+    check_part("k", k, q, batch, "heads", "keys", size)
+    if heads % k.shape[1]:
         raise ValueError(f"k has {k.shape[1]} heads for the {heads} of q; expected a number that divides them.")
-    if v.ndim != 4 or v.shape[:3] != k.shape[:3]:
-        raise ValueError(
-            f"v has shape {list(v.shape)}; expected [{batch}, {k.shape[1]}, {k.shape[2]}, value size] to fit k."
-        )
-    if not (q.numel() and k.numel() and v.numel()):
-        raise ValueError(
-            f"q, k, v have shapes {list(q.shape)}, {list(k.shape)}, {list(v.shape)}: one is empty; "
-            "expected at least one sample, query and key."
-        )
+    check_part("v", v, q, *k.shape[:3], "value size")
     # Under autocast, rotary embeddings leave q and k in float32 but v in 16 bits.
     one_dtype = q.dtype == k.dtype == v.dtype or torch.is_autocast_enabled(q.device.type)
     if not one_dtype or any(each.dtype not in DTYPES for each in (q, k, v)):
         raise ValueError(f"q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}; expected one of 16, 32 or 64 bits.")
     if max(q.shape[2], k.shape[2]) >= MOST_TOKENS:
         raise ValueError(f"There are {q.shape[2]} queries and {k.shape[2]} keys; expected fewer than 2^30.")
-    if not q.device == k.device == v.device:
-        raise ValueError(f"q, k, v are on {q.device}, {k.device}, {v.device}; expected one device. Move them to it.")
-    if key_mask is None:
-        return
-    check_tensor("key_mask", key_mask)
-    if key_mask.device != q.device:
-        raise ValueError(f"key_mask is on {key_mask.device}, q on {q.device}; expected one device. Move it there.")
-    if key_mask.dtype != torch.bool or key_mask.shape != (batch, k.shape[2]):
-        raise ValueError(
-            f"key_mask is {key_mask.dtype} of shape {list(key_mask.shape)}; "
-            f"expected torch.bool of shape [{batch}, {k.shape[2]}], True at real keys."
-        )
+    if key_mask is not None:
+        check_part("key_mask", key_mask, q, batch, k.shape[2], dtype=torch.bool)
 
 
 def check_part(name: str, part: Tensor, q: Tensor, *shape: int | str, dtype: torch.dtype | None = None) -> None:
@@ -68,7 +41,8 @@ def check_part(name: str, part: Tensor, q: Tensor, *shape: int | str, dtype: tor
     `shape` holds its sizes, and a word for any size of at least 1; a dtype of None stands for any floating one.
     """
     check_tensor(name, part)
-    sizes = [size if isinstance(size, int) else max(actual, 1) for size, actual in zip(shape, part.shape, strict=False)]
+    # Sizes may be symbolic, which are no integers.
+    sizes = [max(actual, 1) if isinstance(size, str) else size for size, actual in zip(shape, part.shape, strict=False)]
     if list(part.shape) != sizes or len(sizes) != len(shape):
         expected = ", ".join(map(str, shape))
         raise ValueError(f"{name} has shape {list(part.shape)}; expected [{expected}] to fit q.")
@@ -123,8 +97,7 @@ def check_word(name: str, word: Any, words: Sequence[str]) -> None:
 
 def check_draw(seed: Any, **sizes: Any) -> None:
     """Refuse a seed that no generator takes, and sizes of numbers to draw that are not whole numbers above 0."""
-    if not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**64:
-        raise ValueError(f"seed is {_shown(seed)}; expected a whole number from -2^63 to 2^64 - 1.")
+    check_least("seed", seed, -(2**63), 2**64 - 1)
     for name, size in sizes.items():
         check_least(name, size, 1)
     if math.prod(sizes.values()) > _MOST_NUMBERS:

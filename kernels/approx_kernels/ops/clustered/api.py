@@ -77,10 +77,9 @@ def clustered_attention(
     check_form(scale, dropout)
     if (planes is None or draws is None) == (selectors is None):
         raise ValueError("Either planes and draws or selectors say which queries are alike; expected one of the two.")
-    if clusters is not None:
-        check_least("clusters", clusters, 1)
-    if topk is not None:
-        check_least("topk", topk, 1)
+    for name, number in (("clusters", clusters), ("topk", topk)):
+        if number is not None:
+            check_least(name, number, 1)
     if selectors is not None:
         if clusters is None:
             raise ValueError("clusters is None beside selectors; expected their number.")

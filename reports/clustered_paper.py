@@ -8,9 +8,9 @@ healing, for 25 clusters, found by 10 iterations, and, where they are improved, 
 from pathlib import Path
 from typing import NamedTuple
 
-from approx.evaluation import record
 from approx.evaluation.record_model import Layer, Quality, QualityVariant, Record, Scores, Tokens
 from approx.publishing import wording
+from reports import sources
 
 NAME = "clustered-paper"
 CLUSTERS, KEYS, ITERATIONS, LONGEST = 25, 32, 10, 512
@@ -110,11 +110,12 @@ def _as_published(layer: Layer, mechanism: str, task: Quality) -> bool:
     return layer.mechanism == mechanism and given == (CLUSTERS, KEYS, False)
 
 
-def page(records: dict[str, Record]) -> str:
+def page(records: dict[str, Record], names: dict[str, str]) -> str:
     """The page in Markdown.
 
     Args:
         records: Task -> record.
+        names: Task -> name of the record.
     """
     table = [
         "| task | attention | published: exact → exchanged | here: exact → exchanged | difference (95 %) | "
@@ -137,7 +138,7 @@ def page(records: dict[str, Record]) -> str:
         "## Published, and not measured here",
         _rest(records),
         "## All that was measured",
-        *(part for name, made in records.items() for part in _all(name, made)),
+        *(part for task, made in records.items() for part in _all(task, made, names[task])),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -190,8 +191,8 @@ def _told(records: dict[str, Record]) -> str:
     )
 
 
-def _all(name: str, made: Record) -> list[str]:
-    task = next(entry for entry in made.quality if entry.task == name)
+def _all(about: str, made: Record, name: str) -> list[str]:
+    task = next(entry for entry in made.quality if entry.task == about)
     metrics = list(task.base.scores)
     lines = [
         f"| {task.task} | {' | '.join(metric.replace('_', ' ') for metric in metrics)} | difference (95 %) | verdict "
@@ -207,7 +208,7 @@ def _all(name: str, made: Record) -> list[str]:
     margin = 100 * (task.variants[0].margin or 0)
     return [
         "\n".join(lines),
-        f"The difference is that of the first score; the margin of the verdict is {margin:g} points. `{made.command}`",
+        f"The difference is that of the first score; the margin of the verdict is {margin:g} points. From {sources.where(made, name, '..')}.",
     ]
 
 
@@ -227,10 +228,11 @@ def _tokens(task: Quality) -> Tokens:
 
 def write(folder: Path, out: Path) -> None:
     """Write the page into `out/clustered-paper` from the records in `folder`."""
-    there = {
-        task: next((p for name in names if (p := folder / f"{name}.json").is_file()), None)
+    names = {
+        task: next((name for name in names if (folder / f"{name}.json").is_file()), None)
         for task, names in RECORDS.items()
     }
     (out / NAME).mkdir(parents=True, exist_ok=True)
-    text = page({task: record.load(path) for task, path in there.items() if path is not None})
+    there = {task: name for task, name in names.items() if name is not None}
+    text = page({task: sources.opened(folder, name) for task, name in there.items()}, there)
     (out / NAME / "README.md").write_text(text, encoding="utf-8")

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from approx.evaluation import record
 from approx.evaluation.record_model import QualityVariant, Record
 from approx.evaluation.record_training import Trained
 from approx.publishing import wording
 from approx.recipe import BASE, HEALED, TRAINED
 from approx.tasks.metrics import METRICS
+from reports import sources
 
 _BEGIN, _END = "<!-- healed: made by reports/refresh.py -->", "<!-- end of healed -->"
 
@@ -16,14 +16,14 @@ def in_page(page: str, records: Path) -> str:
     """The page with its table made again between its markers."""
     before, _, rest = page.partition(_BEGIN)
     _, _, after = rest.partition(_END)
-    tables = [table(record.load(path), path.stem) for path in sorted(records.glob("heal-*.json"))]
+    tables = [table(sources.opened(records, path.stem), path.stem) for path in sorted(records.glob("heal-*.json"))]
     return "\n".join([f"{before}{_BEGIN}", *tables, f"{_END}{after}"])
 
 
 def table(made: Record, name: str) -> str:
     """One record: a row for each variant, with its score before and after training, for each of its tasks."""
     rows = [
-        f"**[{made.title}](../reports/{name}/report.md)**",
+        f"**{made.title}**",
         "",
         "| attention | without training | healed | against exact attention | training |",
         "|---|--:|--:|--:|---|",
@@ -53,7 +53,7 @@ def table(made: Record, name: str) -> str:
                 _training(trained.get(healed.name)),
             ]
             rows.append(f"| {variant.name} | {' | '.join(cells)} |")
-    return "\n".join([*rows, ""])
+    return "\n".join([*rows, "", f"From {sources.where(made, name, '../reports')}.", ""])
 
 
 def against(metric: str, value: float, exact: float) -> str:

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import numpy as np
 import yaml
 
-from approx.evaluation import record
 from approx.evaluation.record_model import Quality, Record
 from approx.evaluation.record_speed import Speed
 from approx.evaluation.statistics import accuracy_interval
+from reports import sources
 
 NAMES = ("long-documents", "genres")
 BASE = "exact"
@@ -98,8 +98,8 @@ def verdict(found: list[Point], examples: int) -> str:
     )
 
 
-def page(made: Record) -> str:
-    """The page in Markdown."""
+def page(made: Record, name: str) -> str:
+    """The page in Markdown, of a record of this name."""
     assert made.recipe is not None
     stages = yaml.safe_load(made.recipe.text)["evaluate"]
     texts: dict[str, list[tuple[int, Quality]]] = {}
@@ -113,13 +113,13 @@ def page(made: Record) -> str:
         "difference from exact attention at the same length, with its 95 % interval, in points. *ms* is the median time of a "
         "forward of one text that fills the length.",
     ]
-    for name, entries in texts.items():
+    for text, entries in texts.items():
         found = [point for length, task in entries for point in points(task, length, made.speed)]
-        parts += [f"## {name}", _counts(entries), _table(entries, found), verdict(found, entries[0][1].examples)]
+        parts += [f"## {text}", _counts(entries), _table(entries, found), verdict(found, entries[0][1].examples)]
     machine = made.environment
     parts.append(
-        f"{machine['processor']}, {machine['threads']} {'thread' if machine['threads'] == 1 else 'threads'}, torch {machine['torch']}; `{made.command}`. "
-        "[The whole report](report.md)."
+        f"{machine['processor']}, {machine['threads']} {'thread' if machine['threads'] == 1 else 'threads'}, torch {machine['torch']}. From "
+        f"{sources.where(made, name, '..')}."
     )
     return "\n\n".join(parts) + "\n"
 
@@ -163,4 +163,4 @@ def write(folder: Path, out: Path) -> None:
         path = folder / f"{name}.json"
         if path.is_file():
             (out / name).mkdir(parents=True, exist_ok=True)
-            (out / name / "README.md").write_text(page(record.load(path)), encoding="utf-8")
+            (out / name / "README.md").write_text(page(sources.opened(folder, name), name), encoding="utf-8")

@@ -26,7 +26,7 @@ from approx.publishing.report import write_report
 from approx.publishing.summary import variant_of
 from approx.recipe import HEALED, TRAINED
 from bench import growth
-from reports import clustered_paper, cpu_speed, healing, long_documents, reliability, searches
+from reports import clustered_paper, cpu_speed, healing, long_documents, reliability, searches, sources
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -50,9 +50,10 @@ COUNTED = 2048
 
 def in_readme(readme: str, records: Path) -> str:
     """The README with the output of the quickstart and the table of quality and speed made again between their markers."""
-    made = {name: record.load(records / f"{name}.json") for name in (LONG, SQUAD, UNHEALED, "quickstart")}
+    made = {name: sources.opened(records, name) for name in (LONG, SQUAD, UNHEALED, "quickstart")}
+    shown = made["quickstart"]
     for name, text in (
-        ("quickstart", printed(made["quickstart"])),
+        ("quickstart", f"{printed(shown)}\n\nFrom {sources.where(shown, 'quickstart', 'reports')}."),
         ("results", results(made[LONG], made[SQUAD], made[UNHEALED])),
     ):
         begin, end = f"<!-- {name}: made by reports/refresh.py -->", f"<!-- end of {name} -->"
@@ -107,31 +108,28 @@ def results(long: Record, squad: Record, unhealed: Record) -> str:
         f"by that of the row; {timed.dtype}, batch {timed.batch}, {machine['processor']}, "
         f"{machine['threads']} threads, torch {machine['torch']}; bold is faster beyond the noise. Documents: {entry.examples} texts "
         "of the Brown corpus, cut to that length; a small model trained for minutes, mostly on shorter texts, so compare within a column. "
-        f"{_of_chance(long)} SQuAD: {squad.quality[0].examples:,} questions of {tokens.median} tokens in the median, {_longest(tokens)}; "
-        f"{_of_groups(squad.quality[0])}timed at {SQUAD_LENGTH}; **healed** is after [minutes of training](docs/healing.md) on other articles, which exact "
-        "attention got too. Every mechanism at its defaults, unless its settings are named."
+        f"{_of_chance(long)}SQuAD: {squad.quality[0].examples:,} questions of {tokens.median} tokens in the median{_longest(tokens)}; "
+        f"timed at {SQUAD_LENGTH}; **healed** is after [minutes of training](docs/healing.md) on other articles, which exact "
+        "attention got too. Every mechanism at its defaults, unless its settings are named. From "
+        + "; ".join(
+            sources.where(made, name, "reports") for made, name in ((long, LONG), (squad, SQUAD), (unhealed, UNHEALED))
+        )
+        + "."
     )
     return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", caption])
 
 
 def _longest(tokens: Tokens) -> str:
-    """The longest input; older records added up the windows of an example, whose overlaps count twice."""
-    return "the longest input was not recorded" if tokens.windows is None else f"{tokens.longest} at most"
+    # Older records added up the windows of an example, whose overlaps count twice.
+    return "" if tokens.windows is None else f", {tokens.longest} at most"
 
 
 def _of_chance(made: Record) -> str:
     """What the best answer scores that ignores its input."""
     known = {round(entry.chance, 3) for entry in made.quality if entry.chance is not None}
     if len(known) != 1:
-        return "What guessing scores was not recorded, so scores at chance are not marked."
-    return f"Always the most common class would score {100 * known.pop():.1f}."
-
-
-def _of_groups(entry: Quality) -> str:
-    """Intervals of older records take the questions about one article for independent ones."""
-    return (
-        "" if entry.groups is not None else "intervals from before questions were grouped by article, so too narrow; "
-    )
+        return ""
+    return f"Always the most common class would score {100 * known.pop():.1f}. "
 
 
 def _timed(made: Record, length: int) -> Speed | None:

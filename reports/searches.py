@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from approx.evaluation import record
 from approx.evaluation.record_model import Quality, QualityVariant, Record
 from approx.evaluation.record_speed import Speed, SpeedVariant
 from approx.publishing import wording
 from approx.publishing.summary import standing
 from approx.searching.proving import FOUND
+from reports import sources
 
 _BEGIN, _END = "<!-- searched: made by reports/refresh.py -->", "<!-- end of searched -->"
 # Not uniform: what the search made itself.
@@ -18,10 +18,13 @@ def in_page(page: str, records: Path) -> str:
     """The page with its table made again between its markers."""
     before, _, rest = page.partition(_BEGIN)
     _, _, after = rest.partition(_END)
+    made = {path.stem: sources.opened(records, path.stem) for path in sorted(records.glob("search-*.json"))}
     rows = [
         "| searched | found | fastest uniform plan that is shown to lose no more than asked |",
         "|---|---|---|",
-        *(_row(record.load(path), path.stem) for path in sorted(records.glob("search-*.json"))),
+        *(_row(one, name) for name, one in made.items()),
+        "",
+        f"From {'; '.join(sources.where(one, name, '../reports') for name, one in made.items())}.",
     ]
     return "\n".join([f"{before}{_BEGIN}", *rows, f"{_END}{after}"])
 

@@ -1,15 +1,18 @@
 """The pages in reports/ and the README match the records, and their verdicts are right."""
 
+import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from approx.errors import ApproxError
 from approx.evaluation import record
 from approx.evaluation.record_model import Record
-from reports import clustered_paper, long_documents, push_example
+from reports import clustered_paper, long_documents, push_example, sources
 from reports.long_documents import Point
 from typed import part_of
 
@@ -62,7 +65,7 @@ def test_the_papers_rows_are_found_by_their_plans_and_not_by_their_names():
 
 def test_a_page_says_which_of_the_papers_tasks_was_not_measured():
     made = record.load(ROOT / "reports" / "records" / "minilm-sst2.json")
-    *_, rest = clustered_paper.page({"glue/sst2": made}).partition("not measured here")
+    *_, rest = clustered_paper.page({"glue/sst2": made}, {"glue/sst2": "minilm-sst2"}).partition("not measured here")
     assert "| squad | 90.4 | 87.6 | 0.6 |" in rest
     assert "| glue/sst2 | 94.7" not in rest
 
@@ -100,7 +103,7 @@ def a_record(times: dict[tuple[str, int], float], scores: dict[tuple[str, int], 
         quality=quality,
         speed=speed,
         checkpoint={"family": "bert", "layers": 6, "positions": 2048},
-        environment={"processor": "p", "threads": 2, "torch": "2"},
+        environment={"processor": "p", "threads": 2, "torch": "2", "approx": "1", "git_commit": "0123456789"},
     )
 
 
@@ -109,19 +112,38 @@ SCORES = {("exact", 512): 0.88, ("local", 512): 0.88, ("exact", 2048): 0.93, ("l
 
 
 def test_length_and_approximation_pay_off_together_where_nothing_quicker_scores_as_high():
-    text = long_documents.page(a_record(TIMES, SCORES))
+    text = long_documents.page(a_record(TIMES, SCORES), "long")
     assert (
         "pay off together with `local` at 2,048 tokens (92.0 %, 50 ms; +4.0 (-2.0 … +10.0) points against exact" in text
     )
     assert "None of these gains is more than chance may give." in text
     assert "More than chance, each taken by itself: `local` at 2,048." in long_documents.page(
-        a_record(TIMES, {**SCORES, ("local", 2048): 0.97})
+        a_record(TIMES, {**SCORES, ("local", 2048): 0.97}), "long"
+    )
+    assert (
+        "From [long](../long/report.md), `approx run x`, approx 1 at 0123456, an earlier version: its report says what it lacks."
+        in text
     )
     assert "| local | 88.0 (-2.0 … +1.0) | 11 | **92.0** (-2.0 … +1.0) | 50 |" in text
     assert "1,536 at 512, 0 at 2,048" in text
     worse = {**SCORES, ("local", 2048): 0.88}
-    assert "pay off together **nowhere**" in long_documents.page(a_record(TIMES, worse))
-    assert "Not timed yet" in long_documents.page(a_record({}, SCORES))
+    assert "pay off together **nowhere**" in long_documents.page(a_record(TIMES, worse), "long")
+    assert "Not timed yet" in long_documents.page(a_record({}, SCORES), "long")
+
+
+def test_a_table_fails_where_its_record_is_older_than_its_verdicts(tmp_path, monkeypatch):
+    listed = tmp_path / "older.toml"
+    monkeypatch.setattr(sources, "OLDER", listed)
+    listed.write_text("")
+    shutil.copy(ROOT / "reports" / "records" / "heal-gpt2.json", tmp_path)
+    with pytest.raises(ApproxError, match=r"'heal-gpt2' is older than chance, .*, which its table needs. Make it again"):
+        sources.opened(tmp_path, "heal-gpt2")
+    fields = ["rare", "pairs", "chance", "grouped_by", "windows"]
+    listed.write_text(f"[heal-gpt2]\nlacks = {json.dumps(fields)}\n")
+    assert sources.opened(tmp_path, "heal-gpt2").quality
+    listed.write_text(f"[heal-gpt2]\nlacks = {json.dumps([*fields, 'margin'])}\n")
+    with pytest.raises(ApproxError, match="lists margin of the record 'heal-gpt2', which has it"):
+        sources.opened(tmp_path, "heal-gpt2")
 
 
 def test_the_interval_between_two_shares_is_the_published_one():

@@ -221,6 +221,7 @@ def bench(
     ] = None,
     data: options.Data = None,
     columns: options.Columns = None,
+    labels: options.Labels = None,
     set_: options.TaskSettings = None,
     output: options.Record = None,
     force: options.Force = False,
@@ -245,7 +246,7 @@ def bench(
         made = api.bench(
             model, options.read_numbers(lengths, "--lengths"), batches=options.read_numbers(batch_size, "--batch-size", "1,8"),
             against=against, max_length=max_length, rounds=rounds, seconds=seconds, wait_idle=wait_idle, task=task, data=data,
-            settings=options.task_settings(set_, columns), seed=seed, device=device, dtype=dtype, mode=mode, new_tokens=new_tokens,
+            settings=options.task_settings(set_, columns, labels), seed=seed, device=device, dtype=dtype, mode=mode, new_tokens=new_tokens,
             fast_products=fast_products, offline=offline, merge_adapter=merge_adapter, command=typed_command(), progress=bar,
         )  # fmt: skip
         if output is not None:

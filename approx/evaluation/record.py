@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from approx.errors import ApproxError, Exit
-from approx.evaluation.record_model import Record
+from approx.evaluation.record_model import Quality, Record
 from approx.validation import validate
 from approx_kernels.runtime.atomic_file import atomic_file
 
@@ -99,6 +99,29 @@ def validated(data: Any, what: str, exit_code: Exit) -> Record:
         more = f"; and {len(mistakes) - _SHOWN} more" if len(mistakes) > _SHOWN else ""
         raise ApproxError(f"{what} is damaged: {listed}{more}. Make it again with the command that made it.", exit_code)
     return record
+
+
+_LATER: dict[str, tuple[str, Callable[[Quality], bool]]] = {
+    "rare": (
+        "intervals that count rare losses",
+        lambda task: all("rare" in one.model_fields_set for one in task.variants),
+    ),
+    "pairs": (
+        "the share of pairs that was approximated",
+        lambda task: all(
+            "approximated" in one.model_fields_set and (one.approximated is None or one.approximated.pairs is not None)
+            for one in task.variants
+        ),
+    ),
+    "chance": ("the score of guessing", lambda task: "chance" in task.model_fields_set),
+    "grouped_by": ("what examples were resampled by", lambda task: "grouped_by" in task.model_fields_set),
+    "windows": ("the length of the longest input", lambda task: task.tokens is None or task.tokens.windows is not None),
+}
+
+
+def lacking(made: Record) -> dict[str, str]:
+    """The fields of its quality that a record is older than, with what they hold in words."""
+    return {name: words for name, (words, known) in _LATER.items() if not all(map(known, made.quality))}
 
 
 def environment(threads: int | None = None, gpu: str | None = None) -> dict[str, Any]:

@@ -52,6 +52,7 @@ class Begun(BaseModel):
         scored: Whether the two scores below were measured.
         exact: Score with exact attention; None for an exact model.
         before: Score before the first step; None if the model has no score.
+        notes: What these scores show about the order of the model's labels.
     """
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
@@ -60,6 +61,7 @@ class Begun(BaseModel):
     scored: bool = False
     exact: float | None = None
     before: float | None = None
+    notes: list[str] = []
 
 
 @dataclass
@@ -177,9 +179,11 @@ def _trained(
 ) -> Healing:
     progress("score before training", 0, 1)
     again = begun.scored
-    exact, before = (begun.exact, begun.before) if again else _before(model, prepared.measure)
     if not again:
-        _keep(folder, Begun(about=begun.about, scored=True, exact=exact, before=before))
+        exact, before = _before(model, prepared.measure)
+        begun = Begun(about=begun.about, scored=True, exact=exact, before=before, notes=prepared.measure.about_labels)
+        _keep(folder, begun)
+    exact, before = begun.exact, begun.before
     if options.budget is not None:
         prepared.measure.enough = _enough(prepared.measure, exact, before, options)
         if before is not None and prepared.measure.suffices(before) and not again:
@@ -189,7 +193,7 @@ def _trained(
             raise BudgetMetError(
                 f"The budget {options.budget} is met before training: {prepared.measure.name} is {before:.4f} on "
                 f"{len(prepared.data.held_out.examples)} held-out examples{beside}. Nothing was trained.",
-                _healing(prepared, options, [], exact, before, before),
+                _healing(prepared, options, begun, [], before),
             )
     outcomes: list[Outcome] = []
     unused = 0.0
@@ -208,18 +212,17 @@ def _trained(
     progress("score after training", 0, 1)
     model.eval()
     after = None if prepared.measure.value is None else prepared.measure.value()
-    return _healing(prepared, options, outcomes, exact, before, after)
+    return _healing(prepared, options, begun, outcomes, after)
 
 
 def _healing(
-    prepared: Preparation, options: FinetuneStage, outcomes: list[Outcome],
-    exact: float | None, before: float | None, after: float | None,
-) -> Healing:  # fmt: skip
+    prepared: Preparation, options: FinetuneStage, begun: Begun, outcomes: list[Outcome], after: float | None
+) -> Healing:
     return Healing(
         [phase.mode for phase in prepared.phases] if not prepared.adapted else list(options.recover or []),
-        outcomes, prepared.measure.name, exact, before, after, len(prepared.data.held_out.examples),
+        outcomes, prepared.measure.name, begun.exact, begun.before, after, len(prepared.data.held_out.examples),
         len(prepared.data.split.examples), prepared.data.sha256, options.model_dump(mode="json", exclude_none=True), prepared.approximated,
-        prepared.notes,
+        [*prepared.notes, *begun.notes],
     )  # fmt: skip
 
 

@@ -59,12 +59,14 @@ class Measure:
         lower_is_better: Whether smaller values are better.
         value: Measures the held-out examples; None if the model has no score.
         enough: Value at which training ends; None for no budget.
+        about_labels: What the last measurement shows about the order of the model's labels, in sentences.
     """
 
     name: str
     lower_is_better: bool
     value: Callable[[], float] | None
     enough: float | None = None
+    about_labels: list[str] = field(default_factory=list)
 
     def suffices(self, value: float) -> bool:
         """Return whether a value is within the budget."""

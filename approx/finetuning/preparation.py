@@ -15,6 +15,7 @@ from approx.conversion.calibration import mechanisms
 from approx.errors import ApproxError, Exit
 from approx.evaluation import distributed
 from approx.evaluation.evaluate import Subject, predict, prepare
+from approx.evaluation.quality import label_order
 from approx.finetuning import data, parameters
 from approx.finetuning.objectives import Distill, Objective, Supervised, Transfer, teacher_of
 from approx.finetuning.options import FinetuneStage
@@ -213,9 +214,11 @@ def _measure(model: Any, read: data.TrainingData) -> Measure:
 
     def value() -> float:
         said = predict(subject, read.task, prepared, device=model.device, halve=True)
+        measure.about_labels = label_order(read.task, said, labels, model.config)
         return read.task.score(said, labels, [name])[name]
 
-    return Measure(name, METRICS[name].lower_is_better, value)
+    measure = Measure(name, METRICS[name].lower_is_better, value)
+    return measure
 
 
 def measure_of(phase: Phase, prepared: Preparation, model: Any) -> Measure:

@@ -6,6 +6,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from approx.evaluation.record import lacking
 from approx.evaluation.record_model import Checkpoint, Quality, Record
 from approx.evaluation.record_speed import Speed
 from approx.publishing import wording
@@ -60,6 +61,15 @@ def _render(template: str, records: list[Record], autoescape: bool) -> str:
     return environment.get_template(template).render(title=title, sections=sections)
 
 
+def _notice(record: Record) -> str | None:
+    parts = [] if record.notice is None else [record.notice]
+    if older := list(lacking(record).values()):
+        parts.append(
+            f"Made by an earlier version, without {', '.join(older)}: verdicts may be surer than the examples allow. Measure again."
+        )
+    return " ".join(parts) or None
+
+
 def _section(record: Record, identity: str) -> dict[str, Any]:
     """The content of one record's section; `identity` is the prefix of all its ids."""
     groups = speed_groups(record.speed)
@@ -67,7 +77,7 @@ def _section(record: Record, identity: str) -> dict[str, Any]:
     return {
         "id": identity,
         "title": record.title,
-        "notice": record.notice,
+        "notice": _notice(record),
         "checkpoint": _checkpoint(record.checkpoint),
         "colours": colours(record),
         "recommendation": recommendation(record),

@@ -11,7 +11,7 @@ from approx.conversion import checks
 from approx.evaluation.coverage import coverage
 from approx.evaluation.evaluate import Subject, predict
 from approx.evaluation.prediction_cache import default_folder, fingerprint
-from approx.evaluation.quality import compare
+from approx.evaluation.quality import compare, label_order
 from approx.evaluation.record_model import Quality, Tokens
 from approx.evaluation.record_speed import Speed
 from approx.evaluation.statistics import Stake, score_interval
@@ -146,7 +146,8 @@ def quality(
     )  # fmt: skip
     return Quality(
         task=task.name, split=read.split.name, examples=len(examples), subset=True, truncated=read.truncated,
-        notes=["examples that the search did not see"], settings=judge.stage.settings,
+        notes=["examples that the search did not see", *label_order(task, predictions[BASE], labels, judge.base.model.config)],
+        settings=judge.stage.settings,
         tokens=Tokens(median=median_low(lengths), longest=max(lengths), windows=read.windows), outputs=None,
         **vars(compared),
     )  # fmt: skip

@@ -11,11 +11,13 @@ from sklearn.metrics import accuracy_score, f1_score
 
 import approx
 from approx.errors import ApproxError, Exit
+from approx.finetuning.finetune import finetune
 from approx.finetuning.objectives import divergence_of_labels
 from approx.publishing.tables import quality_table
 from approx.tasks import Example, open_task
 from approx.tasks.metrics import METRICS
 from tiny_classifier import tiny_model, tiny_tokenizer
+from tiny_training import options_of
 
 NAMES = ["toxic", "insult", "threat"]
 WORDS = ["good", "bad", "very", "film"]
@@ -96,6 +98,22 @@ def test_the_hint_uses_the_names_that_the_user_gave(reviews, tmp_path):
     assert "--labels pos,neg" in wrong.notes[1]
     # Numbers are those of the checkpoint's classes.
     assert scored(model, reader, own, "text-classification", labels="1,0").base.scores["accuracy"] == 0
+
+
+def test_training_says_that_the_labels_are_in_another_order_and_resumes_with_it(tmp_path):
+    folder = tmp_path / "training"
+    # A tenth of them is held out, and measured before the first step.
+    data = tmp_path / "train.tsv"
+    data.write_text("sentence\tlabel\n" + "the film is good\t1\nthe film is bad\t0\n" * 200)
+    options = options_of(str(data), steps=2, evaluate_every=2)
+    noted = []
+    for resume in (False, True):
+        wrong, reader = seeing(["good", "bad"], None, swapped=False)
+        noted.append(finetune(wrong, reader, options, folder=folder, resume=resume).notes)
+    assert noted[0] == noted[1]
+    assert any("100.0% instead of 0.0%" in note and "--labels 1,0" in note for note in noted[0])
+    right, reader = seeing(["good", "bad"], None, swapped=True)
+    assert not any("instead of" in note for note in finetune(right, reader, options, folder=tmp_path / "other").notes)
 
 
 @pytest.mark.parametrize(("task", "labels"), [("glue/sst2", "1,1"), ("glue/sst2", "good,bad"), ("glue/mnli", "1,0")])

@@ -82,7 +82,7 @@ def decoded(data: bytes, name: str, encoding: str | None = None, *, settable: bo
         wide = "utf-16-le" if data[1::2].count(0) >= data[::2].count(0) else "utf-16-be"
         raise ApproxError(
             f"{name} seems to be UTF-16 without a byte order mark: {data.count(0):,} of {len(data):,} bytes are zero. "
-            f"{_named(wide, settable)}onvert the file to UTF-8.",
+            f"{_remedy(wide, settable)}",
             Exit.UNAVAILABLE,
         )
     return text.removeprefix("\ufeff")
@@ -110,13 +110,15 @@ def _undecodable(data: bytes, name: str, chosen: str, error: Exception, named: b
     fitting = next(one for one in ("cp1252", "latin-1") if _decodes(data, one))
     shown = " ".join(around.decode(fitting).split())
     return ApproxError(
-        f"{place}: {byte} is not UTF-8; in {fitting} the place reads {shown!r}. {_named(fitting, settable)}onvert the file to UTF-8.",
+        f"{place}: {byte} is not UTF-8; in {fitting} the place reads {shown!r}. {_remedy(fitting, settable)}",
         Exit.UNAVAILABLE,
     )
 
 
-def _named(encoding: str, settable: bool) -> str:
-    return f"If that is right, name it with --set encoding={encoding}; otherwise c" if settable else "C"
+def _remedy(encoding: str, settable: bool) -> str:
+    if not settable:
+        return "Convert the file to UTF-8."
+    return f"If that is right, name it with --set encoding={encoding}; otherwise convert the file to UTF-8."
 
 
 def _decodes(data: bytes, encoding: str) -> bool:

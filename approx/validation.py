@@ -131,6 +131,12 @@ def told(mistakes: Iterable[Mistake], source: str, document: Document | None = N
     return [f"{source}, line {line}, {text}" for line, text in sorted(lines, key=lambda pair: pair[0])]
 
 
+def first_mistake(error: ValidationError) -> str:
+    """The first mistake in a file that a program wrote, with its place: `plans.0: Input should be a valid list`."""
+    first = error.errors(include_url=False)[0]
+    return ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
+
+
 def named(root: str, path: Path) -> str:
     """A path in words: `recipe.bench[0].lengths`."""
     return root + "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)

@@ -139,8 +139,12 @@ def _remove(folder: Path) -> None:
     folder.rmdir()
 
 
-def _write_claim(folder: Path, kind: Kind) -> None:
-    made = Claim(kind=kind, folder=folder.resolve().name, host=socket.gethostname(), boot=_boot())
+def _write_claim(folder: Path, kind: Kind, name: str | None = None) -> None:
+    name = name or folder.resolve().name
+    _write(folder, Claim(kind=kind, folder=name, host=socket.gethostname(), boot=_boot()))
+
+
+def _write(folder: Path, made: Claim) -> None:
     (folder / CLAIM).write_text(made.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
 
@@ -220,8 +224,7 @@ def keep_failed(folder: Path, out: Path) -> Path:
             break
         number += 1
         kept = out.with_name(f"{out.name}.failed-{number}")
-    made = Claim(kind="failed", folder=kept.name, host=socket.gethostname(), boot=_boot())
-    (folder / CLAIM).write_text(made.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    _write_claim(folder, "failed", kept.name)
     os.replace(folder, kept)
     return kept
 
@@ -388,8 +391,8 @@ def _dropped(place: Path) -> None:
 
 def _claim_output(folder: Path, out: Path) -> None:
     files = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
-    made = Claim(kind="output", folder=out.name, files=files)
-    (folder / CLAIM).write_text(made.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    # It may be given to others, so it does not name this machine.
+    _write(folder, Claim(kind="output", folder=out.name, files=files))
 
 
 def _replace(place: Path, out: Path) -> None:

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from approx.errors import ApproxError, Exit
+from approx.validation import first_mistake
 
 RECEIPT = "approx_receipt.json"
 
@@ -129,9 +130,7 @@ def read_receipt(folder: Path) -> Receipt | None:
     try:
         return Receipt.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"]))
         raise ApproxError(
-            f"{path} is damaged: {f'{place}: ' if place else ''}{first['msg']}. Convert the base again, or delete the file.",
+            f"{path} is damaged: {first_mistake(error)}. Convert the base again, or delete the file.",
             Exit.UNAVAILABLE,
         ) from None

@@ -164,7 +164,7 @@ def _check_tokens(
 ) -> None:
     highest, row = max((max(encoding.get("input_ids", [-1])), row) for row, encoding in enumerate(encodings))
     for subject in subjects:
-        vocabulary = getattr(subject.model.config, "vocab_size", None)
+        vocabulary = getattr(subject.model.config.get_text_config(), "vocab_size", None)
         if vocabulary is not None and highest >= vocabulary:
             raise ApproxError(
                 f"{examples[owners[row]].id} has token {highest}, but the vocabulary of {subject.name} is 0-{vocabulary - 1}: "

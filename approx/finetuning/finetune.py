@@ -24,6 +24,7 @@ from approx.finetuning.phase import Measure, Outcome, Phase, Progress
 from approx.finetuning.preparation import Preparation, measure_of, prepare_training, with_adapters
 from approx.finetuning.trainer import disk_errors, train
 from approx.tasks.metrics import METRICS
+from approx.validation import first_mistake
 from approx_kernels.runtime.atomic_file import write_whole
 
 _STATE = "training.json"
@@ -346,11 +347,7 @@ def _read(file: Path, text: bytes) -> Begun:
 
 
 def _damaged(file: Path, error: Exception) -> ApproxError:
-    if isinstance(error, ValidationError):
-        first = error.errors(include_url=False)[0]
-        reason = ": ".join([".".join(map(str, first["loc"])), first["msg"]] if first["loc"] else [first["msg"]])
-    else:
-        reason = " ".join(str(error).split())[:200]
+    reason = first_mistake(error) if isinstance(error, ValidationError) else " ".join(str(error).split())[:200]
     return ApproxError(
         f"{file} is damaged: {reason}. The training cannot go on from there; start over with --force instead of --resume.",
         Exit.UNAVAILABLE,

@@ -108,6 +108,17 @@ def task_of(stage: EvaluateStage) -> Task:
     return task
 
 
+def subject_of(label: str, one: checkpoint.Checkpoint, processor: Any, *, fast_products: bool = False) -> Subject:
+    """A checkpoint as evaluations read it: identified by its hash, and if it is converted, with what it approximates."""
+    known = fingerprint(identity(one), computed_by(one.model.device, fast_products=fast_products))
+    if not one.source.converted:
+        return Subject(label, one.model, processor, known)
+    model: Any = one.model
+    return Subject(
+        label, model, processor, known, approximates=model.approximates, approximated_pairs=model.approximated_pairs
+    )
+
+
 def measure_quality(
     opened: Mapping[str, checkpoint.Checkpoint],
     stage: EvaluateStage,
@@ -123,12 +134,7 @@ def measure_quality(
     """
     subjects = {}
     for label, one in opened.items():
-        known = fingerprint(identity(one), computed_by(one.model.device, fast_products=stage.fast_products))
-        subject = Subject(label, one.model, checkpoint.processor(one.source), known)
-        if one.source.converted:
-            subject = dataclasses.replace(
-                subject, approximates=one.model.approximates, approximated_pairs=one.model.approximated_pairs
-            )
+        subject = subject_of(label, one, checkpoint.processor(one.source), fast_products=stage.fast_products)
         reseeded = reseeding(one, subject) if stage.seeds > 1 and label != BASE else None
         subjects[label] = dataclasses.replace(subject, reseeded=reseeded)
     task = task_of(stage)

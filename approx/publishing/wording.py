@@ -225,7 +225,7 @@ def tone(entry: QualityVariant) -> str:
 
 
 def approximated(entry: QualityVariant, task: Quality) -> str:
-    """Write how much of attention was approximated: 100 % of inputs, 3 % of pairs of tokens, of the average input."""
+    """Write how much of attention was approximated: 100 % of inputs, 3 % of pairs."""
     # Null says that the model is not converted; older records lack the key.
     if "approximated" not in entry.model_fields_set:
         return "unknown"

@@ -2,21 +2,20 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median_low
 from typing import Any
 
 from approx.checkpoints.checkpoint import Checkpoint
 from approx.conversion import checks
 from approx.evaluation.coverage import coverage
-from approx.evaluation.evaluate import Subject, predict
-from approx.evaluation.prediction_cache import default_folder, fingerprint
+from approx.evaluation.evaluate import predict
+from approx.evaluation.prediction_cache import default_folder
 from approx.evaluation.quality import compare, label_order
 from approx.evaluation.record_model import Quality, Tokens
 from approx.evaluation.record_speed import Speed
 from approx.evaluation.statistics import Stake, score_interval
-from approx.measuring.identity import computed_by, identity
-from approx.measuring.measure import Progress
+from approx.measuring.measure import Progress, subject_of
 from approx.planning.plan import Plan
 from approx.recipe import BASE
 from approx.searching.cost import race
@@ -129,7 +128,7 @@ def quality(
         progress: Called with what happens, done and total.
     """
     task, read = judge.of_task(judge.proof)
-    subjects = [_subject(judge, label, one) for label, one in {BASE: judge.base, **models}.items()]
+    subjects = [subject_of(label, one, judge.processor) for label, one in {BASE: judge.base, **models}.items()]
     kept = default_folder()
     predictions = {}
     for number, one in enumerate(subjects):
@@ -179,11 +178,3 @@ def divergence_interval(judge: Judge, model: Any, seed: int) -> tuple[float, tup
     )
     assert ends is not None
     return float(apart.mean()), ends
-
-
-def _subject(judge: Judge, label: str, one: Checkpoint) -> Subject:
-    known = fingerprint(identity(one), computed_by(one.model.device))
-    subject = Subject(label, one.model, judge.processor, known)
-    if not one.source.converted:
-        return subject
-    return replace(subject, approximates=one.model.approximates, approximated_pairs=one.model.approximated_pairs)

@@ -18,6 +18,7 @@ from approx.searching.exchange import Exchange
 from approx.searching.judging import Judge, Measured
 from approx.searching.outcome import LayerReason, reasons
 from approx.searching.repair import Space
+from approx.validation import first_mistake
 from approx_kernels.runtime.atomic_file import write_whole
 
 # Plans to measure after the first ones.
@@ -164,8 +165,7 @@ class Trials:
         try:
             kept = _Kept.model_validate_json(self._file.read_bytes())
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            raise self._damaged(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+            raise self._damaged(first_mistake(error)) from None
         if kept.about != self._about:
             raise ApproxError(
                 f"{self._file.parent} holds a search of another model, other candidates or other examples. Choose another output, "

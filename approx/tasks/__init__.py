@@ -90,7 +90,7 @@ def open_task(name: str, columns: Any = None, **settings: Any) -> Task:
     encoding = settings.pop("encoding", None)
     if encoding is not None and (not isinstance(encoding, str) or known_encoding(encoding) is None):
         raise ApproxError(
-            f"The setting 'encoding' of the task '{name}' is {encoding!r}; it must be the name of an encoding, e.g. cp1252 or utf-16."
+            f"The setting 'encoding' of the task '{name}' is {shown(encoding)}; it must be the name of an encoding, e.g. cp1252 or utf-16."
         )
     try:
         task = _maker(name)(**settings)

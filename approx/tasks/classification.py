@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from approx.errors import ApproxError, Exit
+from approx.errors import ApproxError, Exit, shown
 from approx.tasks.head import SEQUENCE_CLASSIFICATION, Head
 from approx.tasks.padding import padded
 from approx.tasks.settings import names_setting
@@ -48,7 +48,7 @@ class SequenceClassification(Task):
         if not self.labels or sorted(order) != list(range(len(self.labels))):
             classes = ", ".join(f"{name} or {index}" for index, name in enumerate(self.labels)) or "no classes"
             raise ApproxError(
-                f"The setting 'labels' of the task '{self.name}' is {labels!r}; it must be a list of names: each class once, in the "
+                f"The setting 'labels' of the task '{self.name}' is {shown(labels)}; it must be a list of names: each class once, in the "
                 f"order of the model's outputs. The task has {classes}."
             )
         self._arranged = order

@@ -16,7 +16,7 @@ import numpy as np
 
 from approx.errors import ApproxError, Exit, shown
 from approx.tasks.classification import SequenceClassification
-from approx.tasks.settings import whole_setting
+from approx.tasks.settings import switch_setting, whole_setting
 from approx.tasks.task import Example, Groups, Split, Tally
 from approx.text_file import lines, read_text
 from approx.text_file import words as split_words
@@ -63,11 +63,7 @@ class ListOps(SequenceClassification):
             raise ApproxError(f"The task '{self.name}' has no preset {shown(preset)}. Known: {', '.join(PRESETS)}.")
         self._preset = preset
         self._size = whole_setting(self.name, "examples", examples, 1)
-        if not isinstance(brackets, bool):
-            raise ApproxError(
-                f"The setting 'brackets' of the task '{self.name}' is {shown(brackets)}; it must be true or false."
-            )
-        self._brackets = brackets
+        self._brackets = switch_setting(self.name, "brackets", brackets)
         self._seed = whole_setting(self.name, "seed", seed, 0)
 
     def read(

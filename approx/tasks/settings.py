@@ -27,6 +27,17 @@ def whole_setting(task: str, setting: str, value: Any, least: int, most: int | N
     )
 
 
+def switch_setting(task: str, setting: str, value: Any) -> bool:
+    """Check a setting that is true or false.
+
+    Raises:
+        ApproxError: if it is neither.
+    """
+    if isinstance(value, bool):
+        return value
+    raise ApproxError(f"The setting '{setting}' of the task '{task}' is {shown(value)}; it must be true or false.")
+
+
 def names_setting(task: str, setting: str, value: Any) -> tuple[str, ...]:
     """Return the names in a setting: a list, or a text with commas between them.
 

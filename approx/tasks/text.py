@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from approx.errors import ApproxError, Exit
 from approx.tasks.hub import read_rows
 from approx.tasks.padding import padded
-from approx.tasks.settings import whole_setting
+from approx.tasks.settings import switch_setting, whole_setting
 from approx.tasks.table import Row, is_table, text_of
 from approx.tasks.task import Encoding, Example, Groups, Split, Task, doubling
 from approx.text_file import read_text
@@ -40,9 +40,7 @@ class Text(Task):
 
     def __init__(self, stretch: int = 2000, join: bool = False) -> None:
         self._stretch = whole_setting(self.name, "stretch", stretch, 1)
-        if not isinstance(join, bool):
-            raise ApproxError(f"The setting 'join' of the task '{self.name}' is {join!r}; it must be true or false.")
-        self._join = join
+        self._join = switch_setting(self.name, "join", join)
 
     def read(
         self, data: Path | None = None, split: str | None = None, limit: int | None = None, *, streaming: bool = False

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet
@@ -12,6 +13,7 @@ import transformers
 
 from approx.errors import ApproxError, Exit
 from approx.evaluation.evaluate import Subject, evaluate, predict, prepare
+from approx.evaluation.inputs import _check_tokens
 from approx.evaluation.options import EvaluateOptions
 from approx.evaluation.quality import compare
 from approx.tasks import Example, Split, open_task
@@ -243,6 +245,13 @@ def test_tokens_that_a_model_does_not_know_are_refused(data):
         Exit.UNAVAILABLE,
         lambda: evaluate(models, SST2, data=data),
     )
+
+
+def test_tokens_are_those_of_the_text_model_where_a_config_has_several():
+    config = transformers.LlavaConfig(text_config=transformers.LlamaConfig(vocab_size=10))
+    subject = Subject("exact", SimpleNamespace(config=config), None)
+    with pytest.raises(ApproxError, match="has token 13, but the vocabulary of exact is 0-9"):
+        _check_tokens([subject], [Example("one", {}, 0)], [{"input_ids": [1, 13]}], [0])
 
 
 def test_two_tokenizers_are_not_compared(data):

@@ -24,6 +24,8 @@ _USUAL_TOKENS, _USUAL_FRAMES = 1024, 512
 _MOST_TOKENS = 2048
 # Of this many tokens of English at least a quarter are distinct.
 _FIRST_WORDS = 256
+# Samples beyond it are no sound in numbers between -1 and 1.
+_LOUDEST = 16.0
 
 
 class CalibrationBatch(NamedTuple):
@@ -93,7 +95,7 @@ class CalibrationFile:
         """The content as samples of one channel, [n] between -1 and 1, and the sampling rate.
 
         Raises:
-            ApproxError: if it is not a recording, or has several channels.
+            ApproxError: if it is not a recording, has several channels, or samples far beyond -1 and 1.
         """
         import soundfile
 
@@ -109,6 +111,11 @@ class CalibrationFile:
         if sound.ndim != 1 or not len(sound):
             held = f"has {sound.shape[1]} channels" if sound.ndim != 1 else "is empty"
             raise ApproxError(f"{self.name} {held}. {_wanted('input_values')}", Exit.UNAVAILABLE)
+        # Samples that are stored as floats may be anything.
+        if not abs(sound).max() <= _LOUDEST:
+            raise ApproxError(
+                f"{self.name} holds samples that are not between -1 and 1. {_wanted('input_values')}", Exit.UNAVAILABLE
+            )
         return sound, rate
 
 

@@ -65,6 +65,10 @@ def test_what_a_model_cannot_hear_is_refused(heard, tmp_path):
         recording(tmp_path / "two.wav", np.stack([sound(0.5)] * 2, axis=1))
     with pytest.raises(ApproxError, match="is empty"):
         recording(tmp_path / "none.wav", sound(0.0))
+    for number in (np.nan, np.inf, 30_000.0):
+        soundfile.write(tmp_path / "loud.wav", np.full(8_000, number, np.float32), 16_000, subtype="FLOAT")
+        with pytest.raises(ApproxError, match=r"loud\.wav holds samples that are not between -1 and 1"):
+            CalibrationFile.read(tmp_path / "loud.wav", "input_values")
     with pytest.raises(ApproxError, match="fewer than the"):
         calibration_batch(source, model, 512, recording(tmp_path / "click.wav", sound(0.01)))
     with pytest.raises(ApproxError, match="pixel_values cannot be calibrated"):

@@ -160,17 +160,20 @@ class Distill:
             ]
         if weights.attention:
             terms += [
-                weights.attention * relative_error(attention[p], due_attention[p]) / len(attention) for p in attention
+                weights.attention
+                * relative_error(call.output, due_attention[path].output, _real(call))
+                / len(attention)
+                for path, call in attention.items()
             ]
         if self.labelled:
             terms.append(weights.labels * said.loss)
         return torch.stack(terms).sum()
 
-    def _run(self, model: Any, inner: Any, inputs: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
-        attention: dict[str, Tensor] = {}
+    def _run(self, model: Any, inner: Any, inputs: dict[str, Tensor]) -> tuple[Any, dict[str, Call]]:
+        attention: dict[str, Call] = {}
 
         def keep(call: Call) -> None:
-            attention[call.path] = call.output
+            attention[call.path] = call
 
         more = {"output_hidden_states": True} if self._weights.hidden else {}
         with observe(inner, keep) if self._weights.attention else nullcontext():

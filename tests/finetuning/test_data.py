@@ -1,12 +1,13 @@
 """Training examples: held out by group, in an order that the seed alone decides."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from approx.errors import ApproxError, Exit
-from approx.finetuning.data import Schedule, digest_of, overlap, read, steps_of_pass
+from approx.finetuning.data import Schedule, digest_of, overlap, read, steps_of_pass, tensors_to
 from approx.finetuning.options import FinetuneStage
 from tiny_classifier import tiny_model, tiny_tokenizer
 from tiny_study import LABELS, SENTENCES
@@ -41,7 +42,10 @@ def test_a_batch_has_its_targets_only_where_they_are_wanted(sst2):
     options = FinetuneStage(task="glue/sst2", data=sst2)
     batch = data_of(options).batch([0, 1, 2], 0)
     assert set(batch) >= {"input_ids", "attention_mask", "labels"}
-    assert batch["labels"].shape == (3,)
+    examples, tokenizer = data_of(options).split.examples, tiny_tokenizer()
+    assert batch["labels"].tolist() == [example.label for example in examples[:3]]
+    for row, mask, example in zip(batch["input_ids"], batch["attention_mask"], examples, strict=False):
+        assert row[mask.bool()].tolist() == tokenizer(example.inputs["text"])["input_ids"]
     assert "labels" not in data_of(options, labelled=False).batch([0], 0)
 
 
@@ -92,6 +96,25 @@ def test_every_pass_sees_every_input_once_in_another_order(sst2):
     # Any place can be asked for first, as a process does that goes on in the middle.
     assert Schedule(made, 6, 3 * passes, seed=0)[70] == taken[70]
     assert [Schedule(made, 6, passes, seed=1)[place] for place in range(36)] != taken[:36]
+
+
+def test_inputs_that_fill_no_batch_wait_for_the_next_pass(sst2):
+    made = data_of(FinetuneStage(task="glue/sst2", data=sst2))
+    assert [steps_of_pass(36, size) for size in (8, 36, 37)] == [4, 1, 1]
+    order = Schedule(made, 8, 8, seed=0)
+    taken = [order[place] for place in range(len(order))]
+    assert [passed for _, passed in taken] == [0] * 32 + [1] * 32
+    rows = [{row for row, of in taken if of == passed} for passed in (0, 1)]
+    assert [len(each) for each in rows] == [32, 32]
+    assert rows[0] != rows[1]
+
+
+def test_batches_come_in_no_order_of_length(sst2):
+    made = data_of(FinetuneStage(task="glue/sst2", data=sst2))
+    order = Schedule(made, 6, 6, seed=0)
+    firsts = [made.tokens(order[place][0]) for place in range(0, 36, 6)]
+    assert firsts != sorted(firsts)
+    assert firsts != sorted(firsts, reverse=True)
 
 
 def test_inputs_of_a_batch_are_about_as_long(sst2):
@@ -196,3 +219,111 @@ def test_examples_of_one_group_cannot_be_held_out(tmp_path):
     ) as caught:
         data_of(options, tiny_model(2, ["0", "1"]))
     assert caught.value.exit_code == Exit.UNAVAILABLE
+
+
+def test_groups_stay_whole_and_the_seed_chooses_those_held_out(tmp_path):
+    rows = [f'{{"text": "film {row}", "label": {row % 2}, "group": "{row % 20}"}}' for row in range(60)]
+    (tmp_path / "train.jsonl").write_text("\n".join(rows))
+    held = []
+    for seed, count in ((0, 4), (0, 4), (1, 4), (0, 6), (0, 500)):
+        options = FinetuneStage(
+            task="text-classification", data=str(tmp_path / "train.jsonl"), settings={"labels": "0,1"}, seed=seed,
+            validation=count,
+        )  # fmt: skip
+        made = data_of(options, tiny_model(2, ["0", "1"]))
+        groups = [{example.group for example in split.examples} for split in (made.held_out, made.split)]
+        assert (len(groups[0]), len(groups[1])) == (2, 18)
+        assert not groups[0] & groups[1]
+        assert (len(made.held_out.examples), len(made.split.examples)) == (6, 54)
+        held.append([example.id for example in made.held_out.examples])
+    assert held[0] == held[1] == held[3] == held[4]
+    assert held[0] != held[2]
+
+
+def test_an_input_keeps_the_target_of_its_own_window(tmp_path):
+    """Two questions to a context that takes several windows: each row's answer is read back from its own tokens."""
+    from zoo import tiny
+
+    words = ["the", "film", "is", "not", "very", "good"] * 10
+    words[7], words[50] = "dull", "fine"
+    context = " ".join(words)
+    answers = {f"{number}-{word}": word for number in range(8) for word in ("dull", "fine")}
+    entries = [
+        {"id": name, "question": "film", "answers": [{"text": word, "answer_start": context.index(word)}]}
+        for name, word in answers.items()
+    ]
+    articles = [
+        {
+            "title": f"article {number}",
+            "paragraphs": [{"context": context, "qas": entries[2 * number : 2 * number + 2]}],
+        }
+        for number in range(8)
+    ]
+    (tmp_path / "dev-v1.1.json").write_text(json.dumps({"version": "1.1", "data": articles}))
+    settings = {"articles": [article["title"] for article in articles], "window": 24, "stride": 8}
+    # A part of the split that scores are reported on may be trained on; the rest is left to report on.
+    options = FinetuneStage(task="squad", data=str(tmp_path), split="dev", settings=settings, validation=1)
+    made = data_of(options, tiny("BertForQuestionAnswering"))
+    assert len(made.rows) > 2 * len(made.split.examples)
+    batch, tokenizer = made.batch(range(len(made.rows)), 0), tiny_tokenizer()
+    found = set()
+    for row, ids in enumerate(batch["input_ids"]):
+        start, end = int(batch["start_positions"][row]), int(batch["end_positions"][row])
+        example, window = made.rows[row]
+        if start:
+            assert tokenizer.decode(ids[start : end + 1]) == answers[made.split.examples[example].id]
+            found.add((example, window))
+    assert {example for example, _ in found} == set(range(len(made.split.examples)))
+    assert {window > 0 for _, window in found} == {False, True}
+
+
+@pytest.mark.parametrize(("language", "architecture"), [("clm", "GPT2LMHeadModel"), ("mlm", "BertForMaskedLM")])
+def test_texts_are_read_whole_one_after_the_other_in_windows_of_the_length(language, architecture, tmp_path):
+    from zoo import tiny
+
+    files = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    for word, file in zip(("the", "bad"), files, strict=True):
+        file.write_text(f"{word} " * 400)
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"mask_token": "[MASK]"})
+    options = FinetuneStage(text=[str(file) for file in files], length=16, validation=1)
+    made = read(options, tiny(architecture), tokenizer, labelled=True, language=language)
+    assert {example.inputs["text"][:3] for example in made.split.examples} == {"the", "bad"}
+    assert made.held_out.examples[-1].inputs["text"].startswith("bad")
+    assert max(made.tokens(row) for row in range(len(made.rows))) == 16
+    # About one window of English for an example.
+    stretches = [example.inputs["end"] - example.inputs["start"] for example in made.split.examples]
+    assert sorted(stretches)[len(stretches) // 2] in range(64, 72)
+    if language == "clm":
+        # Every token but the first of a text is a target once, since windows share a single token.
+        whole = [e for e in (*made.split.examples, *made.held_out.examples) if e.inputs["text"].startswith("the")]
+        targets = sum(
+            int((made.batch([row], 0)["labels"][:, 1:] != -100).sum())
+            for row, (number, _) in enumerate(made.rows) if made.split.examples[number] in whole
+        )  # fmt: skip
+        assert targets == 399
+
+
+def test_a_model_without_a_limit_reads_text_in_windows_of_512_tokens(tmp_path, monkeypatch):
+    from zoo import tiny
+
+    file = tmp_path / "a.txt"
+    file.write_text("bad " * 3000)
+    monkeypatch.setattr("approx.planning.positions.limit", lambda config: None)
+    options = FinetuneStage(text=[str(file)])
+    made = read(options, tiny("GPT2LMHeadModel"), tiny_tokenizer(), labelled=True, language="clm")
+    assert max(made.tokens(row) for row in range(len(made.rows))) == 512
+
+
+def test_only_floats_take_the_dtype_of_the_model():
+    batch = {"input_ids": torch.tensor([1]), "input_values": torch.tensor([0.5]), "attention_mask": torch.tensor([1])}
+    moved = tensors_to(torch.device("cpu"), batch, torch.bfloat16)
+    assert [x.dtype for x in moved.values()] == [torch.int64, torch.bfloat16, torch.int64]
+
+
+def test_a_task_for_another_kind_of_input_is_refused_without_labels_too(tmp_path):
+    from zoo import tiny
+
+    with pytest.raises(ApproxError, match=r"makes input_ids, but a Wav2Vec2ForCTC takes input_values") as caught:
+        data_of(FinetuneStage(task="needle", settings={"length": 64}), tiny("Wav2Vec2ForCTC"), labelled=False)
+    assert caught.value.exit_code == Exit.UNSUPPORTED

@@ -2,6 +2,8 @@
 
 import copy
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,3 +75,52 @@ def test_trial_steps_begin_with_one_input_and_fill_half_the_memory_at_most(room_
     # Of a whole batch in any case.
     weights = sum(one.numel() * 4 for one in model.parameters())
     assert found["memory_mb"] == pytest.approx(8.5 + (weights + 8 * found["trained"]) / 1e6, abs=0.06)
+
+
+@pytest.mark.parametrize(("batch", "tried"), [(4, 4), (500, 36)])
+def test_memory_is_that_of_the_longest_inputs_and_time_that_of_inputs_in_the_middle(
+    batch, tried, tmp_path, monkeypatch
+):
+    data = write_sst2(tmp_path)
+    lines = ["sentence\tlabel", *(f"{'film ' * (1 + row % 20)}\t{row % 2}" for row in range(40))]
+    (Path(data) / "train.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    model = model_of(None)
+    stage = options_of(data, steps=10, batch_size=batch, accumulate=1)
+    prepared = prepare_training(model, tiny_tokenizer(), stage)
+    phase = replace(prepared.phases[0], trained=["classifier.weight"])
+    seen: list[list[int]] = []
+    made, supervised = type(prepared.data).batch, type(phase.objective).loss
+
+    def noted(self: Any, rows: list[int], passed: int) -> Any:
+        seen.append([self.tokens(row) for row in rows])
+        return made(self, rows, passed)
+
+    def loss(self: Any, called: Any, inner: Any, inputs: Any) -> Any:
+        assert called.training
+        assert [name for name, one in called.named_parameters() if one.requires_grad] == ["classifier.weight"]
+        return supervised(self, called, inner, inputs)
+
+    monkeypatch.setattr(type(prepared.data), "batch", noted)
+    monkeypatch.setattr(type(phase.objective), "loss", loss)
+    times = iter([10.0, 10.5])
+    monkeypatch.setattr(estimating.time, "perf_counter", lambda: next(times))
+    found = estimate(model, phase, prepared, stage)
+    # Two more tokens around each text.
+    lengths = sorted(prepared.data.tokens(row) for row in range(36))
+    begin = (36 - tried) // 2
+    assert seen == [lengths[-1:], lengths[-2:], lengths[-tried:], *[lengths[begin : begin + tried]] * 2]
+    assert found["seconds"] == 5.0
+    assert not model.training
+
+
+def test_a_batch_that_was_tried_in_part_takes_its_whole_time(tmp_path, monkeypatch):
+    model = model_of()
+    stage = options_of(write_sst2(tmp_path), steps=50, batch_size=8)
+    prepared = prepare_training(model, tiny_tokenizer(), stage)
+    sizes = iter([1, 2])
+    monkeypatch.setattr(estimating, "peak_mb", lambda step, device: 0.5 + next(sizes))
+    monkeypatch.setattr(estimating, "available_bytes", lambda device: 9_000_000)
+    times = iter([10.0, 10.5])
+    monkeypatch.setattr(estimating.time, "perf_counter", lambda: next(times))
+    # Half a second for four of eight inputs, fifty times.
+    assert estimate(model, prepared.phases[0], prepared, stage)["seconds"] == 50.0

@@ -13,8 +13,9 @@ import torch
 
 from approx.conversion import surgery
 from approx.errors import ApproxError, Exit
-from approx.finetuning.finetune import finetune
+from approx.finetuning.finetune import BudgetMetError, finetune
 from approx.finetuning.options import FinetuneStage
+from approx.finetuning.phase import Measure, Outcome
 from approx.planning.plan import Plan
 from tiny_classifier import tiny_tokenizer
 from tiny_training import ROWS, model_of, options_of, trained
@@ -44,6 +45,11 @@ def test_it_learns_a_task_and_says_what_it_did(sst2, tmp_path):
     assert any(what.startswith("task | loss") and "tokens/s" in what and "left" in what for what, _, _ in told)
     assert ("score before training", 0, 1) in told
     assert all(p.requires_grad for p in model.parameters())
+    assert not model.training
+    assert (done.examples, done.held_out, done.steps, done.recover) == (72, 8, 80, ["transfer", "task"])
+    # Of a finished mode its weights are kept, for a resumption, and no checkpoint.
+    assert len(list((tmp_path / "work").glob("*/finished.safetensors"))) == 2
+    assert not list((tmp_path / "work").glob("*/checkpoint-*"))
     assert None not in done.options.values()
     json.dumps(done.to_data(), allow_nan=False)
 
@@ -206,21 +212,6 @@ def test_reporting_needs_its_package_before_any_work(sst2, tmp_path, monkeypatch
     assert not (tmp_path / "work").exists()
 
 
-def test_accumulated_passes_are_one_step_of_all_their_inputs(sst2, tmp_path):
-    def curve(**more: Any) -> list[float]:
-        model = model_of()
-        for module in model.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.0
-        model.config.attention_probs_dropout_prob = 0.0
-        for layer in model.bert.encoder.layer:
-            layer.attention.self.dropout.p = 0.0
-        done = trained(model, tmp_path / f"work{more}", options_of(sst2, steps=6, **more))
-        return [point["loss"] for point in done.phases[0].curve if "loss" in point]
-
-    assert curve(accumulate=4) == pytest.approx(curve(), abs=1e-5)
-
-
 def test_a_batch_that_cannot_be_shared_evenly_is_refused(sst2, tmp_path):
     with pytest.raises(ApproxError, match="multiple of 3"):
         trained(model_of(), tmp_path / "work", options_of(sst2, accumulate=3))
@@ -256,12 +247,10 @@ def test_spans_get_shorter_with_their_penalty(sst2, tmp_path):
     assert heavy < free
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recompute", [False, True])
-def test_recomputed_layers_give_the_same_weights(recompute, sst2, tmp_path):
+def test_recomputed_layers_give_the_same_weights(sst2, tmp_path):
     model, other = model_of(), model_of()
     trained(model, tmp_path / "one", options_of(sst2, steps=3, evaluate_every=3))
-    trained(other, tmp_path / "other", options_of(sst2, steps=3, evaluate_every=3, recompute=recompute))
+    trained(other, tmp_path / "other", options_of(sst2, steps=3, evaluate_every=3, recompute=True))
     for name, x in model.state_dict().items():
         assert torch.allclose(x, other.state_dict()[name], atol=1e-5), name
     assert not other.is_gradient_checkpointing
@@ -293,3 +282,62 @@ def test_text_continues_pre_training(architecture, tmp_path):
     assert done.before is not None
     assert done.after is not None
     assert done.after < 0.8 * done.before
+
+
+def test_time_that_a_mode_does_not_need_is_that_of_the_next(sst2, tmp_path, monkeypatch):
+    limits: list[Any] = []
+    took = iter([4.0, 45.0, 1.0])
+
+    def train(model: Any, phase: Any, *more: Any, **options: Any) -> Outcome:
+        limits.append(phase.seconds)
+        more[2].mkdir(parents=True)
+        return Outcome(phase.mode, 1, 1, 1, 1, next(took), "loss")
+
+    monkeypatch.setattr("approx.finetuning.finetune.train", train)
+    options = options_of(sst2, recover=["transfer", "distill", "task"], time_budget="70s")
+    trained(model_of(), tmp_path / "work", options)
+    assert limits == pytest.approx([10.0, 36.0, 30.0])
+
+
+@pytest.mark.parametrize(
+    ("name", "lower", "exact", "before", "budget", "met"),
+    [
+        # Points are hundredths of a share, and the metric's own unit otherwise.
+        ("accuracy", False, 0.9, 0.8951, "loss<=0.5", True),
+        ("accuracy", False, 0.9, 0.8949, "loss<=0.5", False),
+        ("accuracy", False, 0.9, 0.95, "loss<=0", True),
+        ("perplexity", True, 20.0, 20.49, "loss<=0.5", True),
+        ("perplexity", True, 20.0, 20.51, "loss<=0.5", False),
+        ("perplexity", True, 20.0, 19.0, "loss<=0", True),
+    ],
+)
+def test_a_budget_is_a_loss_against_exact_attention_on_the_worse_side(
+    sst2, tmp_path, monkeypatch, name, lower, exact, before, budget, met
+):
+    model = model_of("local", left=1, right=1)
+    layer = model.bert.encoder.layer[0].attention.self.mechanism
+    # With exact attention, every input is too short for the mechanism.
+    measure = Measure(name, lower, lambda: exact if layer.exact_below > 1000 else before)
+    monkeypatch.setattr("approx.finetuning.preparation._measure", lambda *words: measure)
+
+    def stop(what: str, n: int, total: int) -> None:
+        if " | " in what:
+            raise ZeroDivisionError
+
+    with pytest.raises(BudgetMetError if met else ZeroDivisionError) as caught:
+        trained(model, tmp_path / "work", options_of(sst2, budget=budget), progress=stop)
+    if met:
+        healing = caught.value.healing
+        assert (healing.exact, healing.before, healing.after, healing.phases) == (exact, before, before, [])
+        assert (healing.measure, healing.examples, healing.held_out, healing.steps) == (name, 72, 8, 0)
+        assert f"{before:.4f} on 8 held-out examples, {exact:.4f} with exact attention" in str(caught.value)
+
+
+def test_a_budget_needs_a_converted_model_with_a_score(sst2, tmp_path):
+    with pytest.raises(ApproxError, match=r"loss<=1 is a loss of score .* this model is exact already. Leave it out"):
+        trained(model_of(None), tmp_path / "work", options_of(sst2, budget="loss<=1"))
+    text = tmp_path / "corpus.txt"
+    text.write_text("the film is not very good the film is bad dull fine long " * 60, encoding="utf-8")
+    options = FinetuneStage(recover=["distill"], text=[str(text)], length=16, steps=1, budget="loss<=1")
+    with pytest.raises(ApproxError, match="this model has none on these examples"):
+        finetune(model_of(), tiny_tokenizer(), options, folder=tmp_path / "work")

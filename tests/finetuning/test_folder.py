@@ -44,7 +44,7 @@ def options_of(study: Path, **more: Any) -> FinetuneStage:
 
 def test_a_healed_folder_is_one_like_any_other_and_says_what_was_done(study, tmp_path):
     done = finetune_folder(
-        study / "converted", tmp_path / "healed", options_of(study, recover=["transfer", "distill", "task"])
+        study / "converted", tmp_path / "healed", options_of(study, recover=["transfer", "distill", "task"], seed=5)
     )
     assert [phase["mode"] for phase in done["phases"]] == ["transfer", "distill", "task"]
     assert all(check["passed"] is not False for check in done["checks"])
@@ -59,7 +59,13 @@ def test_a_healed_folder_is_one_like_any_other_and_says_what_was_done(study, tmp
     step = trainings(opened.model.config.approx)[0]
     assert (step.recover, step.task, step.steps) == (["transfer", "distill", "task"], "glue/sst2", 18)
     assert step.base.weights_sha256 == before.weights_sha256
-    assert step.after == done["after"]
+    assert (step.exact, step.before, step.after) == (done["exact"], done["before"], done["after"])
+    assert None not in (step.exact, step.before, step.after)
+    assert (step.measure, step.examples, step.held_out, step.seed) == ("accuracy", 72, 8, 5)
+    assert (step.data_sha256, step.teacher) == (done["data_sha256"], None)
+    assert step.seconds == pytest.approx(sum(phase["seconds"] for phase in done["phases"]))
+    assert step.options["learning_rate"] == 1e-2
+    assert "data" not in step.options
     assert str(tmp_path) not in (tmp_path / "healed" / "config.json").read_text()
     assert str(study) not in (tmp_path / "healed" / "config.json").read_text()
     states = opened.model.state_dict(), before.model.state_dict()
@@ -212,7 +218,8 @@ def test_a_rehearsal_measures_a_step_of_each_mode_and_changes_nothing(study):
     assert transfer["trained"] == 2052
     assert 0 < task["trained"] < task["parameters"]
     assert all(phase["seconds"] > 0 and phase["memory_mb"] > 0 for phase in planned["phases"])
-    assert (planned["examples"], planned["held_out"]) == (72, 8)
+    assert (planned["examples"], planned["held_out"], planned["measure"]) == (72, 8, "accuracy")
+    assert (planned["approximated"], planned["notes"]) == (1.0, [])
     assert (study / "converted" / "model.safetensors").read_bytes() == before
     assert sorted(path.name for path in study.iterdir()) == ["SST-2", "base", "converted"]
 

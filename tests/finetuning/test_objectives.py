@@ -1,5 +1,7 @@
 """What training makes small, against what it is said to be."""
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import PreTrainedConfig
@@ -11,7 +13,7 @@ from approx.finetuning.objectives import Distill, Supervised, Transfer, exactly,
 from approx.finetuning.options import Distillation
 from approx.finetuning.parameters import attention_layers, own_parameters
 from approx.planning.example_inputs import example_inputs
-from approx.planning.plan import Plan
+from approx.planning.plan import Plan, Rule
 from approx.seam.observe import observe
 from zoo import tiny
 
@@ -112,6 +114,7 @@ def test_padding_counts_in_no_loss():
         Transfer(model, joint=False, match="outputs"),
         Transfer(model, joint=True, match="weights"),
         Distill(teacher, Distillation(logits=1.0, hidden=1.0, attention=0.0)),
+        Distill(teacher, Distillation(logits=0.0, hidden=0.0, attention=1.0)),
     ):
         assert float(objective.loss(model, model, other)) == pytest.approx(
             float(objective.loss(model, model, inputs)), rel=1e-4
@@ -241,10 +244,16 @@ def test_each_part_is_a_mean_over_layers_by_its_weight(part):
         mask = inputs["attention_mask"][:, :, None]
         with torch.no_grad():
             own, due = (one(**inputs, output_hidden_states=True).hidden_states[1:] for one in (model, teacher))
-        errors = [
-            float(((x - y) * mask).square().sum() / (y * mask).square().sum()) for x, y in zip(own, due, strict=True)
-        ]
-        assert once == pytest.approx(sum(errors) / 3, rel=1e-4)
+    else:
+        mask = inputs["attention_mask"][:, None, :, None]
+        calls: dict[str, list[Any]] = {"own": [], "due": []}
+        with torch.no_grad():
+            for one, into in zip((model, teacher), calls.values(), strict=True):
+                with observe(one, into.append):
+                    one(**inputs)
+        own, due = ([call.output for call in into] for into in calls.values())
+    errors = [float(((x - y) * mask).square().sum() / (y * mask).square().sum()) for x, y in zip(own, due, strict=True)]
+    assert once == pytest.approx(sum(errors) / 3, rel=1e-4)
 
 
 def test_transfer_is_the_mean_over_layers_of_the_error_on_the_same_inputs():
@@ -286,3 +295,91 @@ def test_weights_are_compared_with_the_softmax_over_visible_keys(architecture):
         expected.append(float(apart[real].mean()))
     loss = float(Transfer(model, joint=False, match="weights").loss(model, model, inputs).detach())
     assert loss == pytest.approx(sum(expected) / len(expected), rel=1e-3)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 3.0])
+def test_labels_that_do_not_exclude_each_other_are_distilled_one_by_one(temperature):
+    own, due = torch.randn(2, 5, 4) * 3
+    teacher = Fixed(due)
+    teacher.config.problem_type = "multi_label_classification"
+    p, q = ((x.double() / temperature).sigmoid() for x in (due, own))
+    each = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+    loss = Distill(teacher, Distillation(hidden=0.0, temperature=temperature)).loss(Fixed(own), Fixed(own), {})
+    assert float(loss) == pytest.approx(float(temperature**2 * each.sum(-1).mean()), rel=1e-4)
+
+
+def test_a_teacher_uses_no_dropout_and_learns_nothing():
+    model = converted("BertForSequenceClassification", "local", left=1, right=1)
+    teacher, inputs = teacher_of(model), inputs_of(model)
+    for module in teacher.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.5
+    losses = []
+    for _ in range(2):
+        objective = Distill(teacher.train(), Distillation(attention=1.0))
+        losses.append(float(objective.loss(model, model, inputs).detach()))
+    assert losses[0] == losses[1]
+    assert not any(parameter.requires_grad for parameter in teacher.parameters())
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_transfer_is_without_dropout_in_a_model_that_is_training(joint):
+    model = converted("BertForSequenceClassification", **HEDGEHOG)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.5
+    inputs, objective = inputs_of(model), Transfer(model, joint=joint, match="outputs")
+    expected = float(objective.loss(model.eval(), model, inputs).detach())
+    assert float(objective.loss(model.train(), model, inputs).detach()) == pytest.approx(expected, rel=1e-6)
+    assert model.training
+
+
+def test_the_targets_of_joint_transfer_do_not_move_towards_the_outputs():
+    model = converted("BertForSequenceClassification", **HEDGEHOG)
+    inputs, own = inputs_of(model), own_parameters(model)
+    Transfer(model, joint=True, match="outputs").loss(model, model, inputs).backward()
+    found = {name: model.get_parameter(name).grad.clone() for name in own}
+    model.zero_grad()
+    calls: list[Any] = []
+    with observe(model, calls.append):
+        model(**inputs)
+    terms = []
+    for call in calls:
+        scores = (call.q @ call.k.transpose(2, 3) * call.mechanism.scale).masked_fill(
+            ~call.mask[:, None, None], float("-inf")
+        )
+        due, real = (scores.softmax(-1) @ call.v).detach(), call.mask[:, None, :, None]
+        terms.append(((call.output - due) * real).square().sum() / (due * real).square().sum())
+    torch.stack(terms).mean().backward()
+    assert all(torch.allclose(found[name], model.get_parameter(name).grad, rtol=1e-3, atol=1e-7) for name in own)
+
+
+@pytest.mark.parametrize("match", ["outputs", "weights"])
+def test_without_padding_every_query_counts_once(match):
+    model = converted("GPT2LMHeadModel", **HEDGEHOG)
+    inputs = example_inputs(model, 16, batch=2, padded=0, device=model.device)
+    plain = {"input_ids": inputs["input_ids"]}
+    masked = {**plain, "attention_mask": torch.ones_like(plain["input_ids"])}
+    objective = Transfer(model, joint=False, match=match)
+    losses = [objective.loss(model, model, one) for one in (plain, masked)]
+    assert float(losses[0].detach()) == pytest.approx(float(losses[1].detach()), rel=1e-6)
+    alone = [objective.loss(model, model, {"input_ids": row[None]}) for row in plain["input_ids"]]
+    if match == "weights":
+        assert float(losses[0].detach()) == pytest.approx(float(sum(alone).detach()) / 2, rel=1e-4)
+
+
+def test_mechanisms_of_groups_of_heads_are_fitted_each_to_its_own_heads():
+    model = tiny("BertForSequenceClassification")
+    rules = (Rule("linear", "0", heads="0-1", settings=HEDGEHOG), Rule("local", "0", heads="2-3", settings={"left": 1}))
+    surgery.convert(model, Plan(rules))
+    inputs, calls = inputs_of(model), []
+    with torch.no_grad(), exactly(model), observe(model, calls.append):
+        model.eval()(**inputs)
+    (call,) = [one for one in calls if one.mechanism is not None]
+    part = next(one for one in call.members() if list(one.mechanism.parameters()))
+    with torch.no_grad():
+        mine, due = part.mechanism(part.q, part.k, part.v, part.mask), call.output[:, :2]
+    real = call.mask[:, None, :, None]
+    expected = float(((mine - due) * real).square().sum() / (due * real).square().sum())
+    loss = Transfer(model, joint=False, match="outputs").loss(model, model, inputs)
+    assert float(loss.detach()) == pytest.approx(expected, rel=1e-3)

@@ -143,3 +143,50 @@ def test_without_a_word_mechanisms_are_fitted_first_where_they_can_be():
     assert default_modes(exact, text=False, causal=False) == ["task"]
     assert default_modes(local, text=True, causal=False) == ["mlm"]
     assert default_modes(learned, text=True, causal=True) == ["transfer", "clm"]
+
+
+def test_adapters_are_drawn_from_the_seed_alone_and_scaled_as_asked():
+    pytest.importorskip("peft")
+    drawn = []
+    for seed in (3, 3, 4):
+        model = tiny("BertForSequenceClassification")
+        torch.manual_seed(seed + len(drawn))
+        before = torch.random.get_rng_state()
+        names = add_adapters(model, Lora(rank=4, alpha=6.0, dropout=0.25, targets=["value"]), sample(model), seed=seed)
+        assert torch.equal(torch.random.get_rng_state(), before)
+        drawn.append(torch.cat([model.get_parameter(name).detach().flatten() for name in names]))
+        first = model.bert.encoder.layer[0].attention.self.value
+        assert first.lora_A["default"].weight.shape == (4, 32)
+        assert first.lora_dropout["default"].p == 0.25
+        # Output is the base's and 6 / 4 of the adapter's.
+        x = torch.randn(5, 32)
+        with torch.no_grad():
+            first.lora_B["default"].weight.normal_()
+            added = 1.5 * x @ first.lora_A["default"].weight.T @ first.lora_B["default"].weight.T
+            torch.testing.assert_close(first.eval()(x), first.get_base_layer()(x) + added)
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+
+
+def test_adapters_that_are_not_merged_leave_the_weights_of_before():
+    pytest.importorskip("peft")
+    model = tiny("BertForSequenceClassification")
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    for name in add_adapters(model, Lora(), sample(model), seed=0):
+        model.get_parameter(name).data.add_(0.1)
+    remove_adapters(model, merge=False)
+    assert model.state_dict().keys() == before.keys()
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+def test_looking_for_layers_leaves_a_model_as_it_was():
+    model = tiny("GPT2LMHeadModel").train()
+    state = torch.random.get_rng_state()
+    layers = attention_layers(model, sample(model))
+    assert model.training
+    assert not any(module._forward_hooks for module in model.modules())
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert layers == {
+        "before": [f"transformer.h.{layer}.attn.c_attn" for layer in range(3)],
+        "after": [f"transformer.h.{layer}.attn.c_proj" for layer in range(3)],
+    }

@@ -1,6 +1,6 @@
 """Settings of each mode, from what was asked for, the data and the model; nothing is trained."""
 
-import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -184,9 +184,39 @@ def test_what_is_measured_is_the_metric_and_of_transfer_its_loss(data):
     model.train()
     loss.value()
     assert model.training
-    small = copy.copy(transfer)
-    object.__setattr__(small, "batch_size", 3)
-    assert known(measure_of(small, made, model).value)() == pytest.approx(loss.value(), rel=0.2)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 8, 100])
+def test_a_held_out_loss_is_the_mean_over_inputs_in_batches_of_any_size(data, batch_size):
+    model = model_of(None)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.5
+    made = prepared(data, model, recover=["task"])
+    phase = replace(made.phases[0], mode="transfer", batch_size=batch_size)
+    losses = []
+    for example in made.data.held_out.examples:
+        ids = made.data.task.encode(example, made.data.processor, None)[0]["input_ids"]
+        with torch.no_grad():
+            logits = model.eval()(input_ids=torch.tensor([ids])).logits.double()
+        losses.append(-float(logits.log_softmax(-1)[0, example.label]))
+    model.train()
+    assert known(measure_of(phase, made, model).value)() == pytest.approx(sum(losses) / 8, rel=1e-5)
+
+
+def test_processes_share_the_held_out_batches_and_weigh_them_by_their_inputs(data, monkeypatch):
+    model = model_of(None)
+    made = prepared(data, model, recover=["task"])
+    phase = replace(made.phases[0], mode="transfer", batch_size=3)
+    whole = known(measure_of(phase, made, model).value)()
+    parts: list[tuple[float, int]] = []
+    for rank in (0, 1):
+        monkeypatch.setattr("approx.evaluation.distributed.place", lambda rank=rank: (rank, 2))
+        monkeypatch.setattr("approx.evaluation.distributed.gather", lambda part: parts.append(part) or parts)
+        last = known(measure_of(phase, made, model).value)()
+    # Batches of 3, 3 and 2 inputs, dealt in turn.
+    assert [count for _, count in parts] == [5, 3]
+    assert last == pytest.approx(whole, rel=1e-6)
 
 
 def test_the_metric_is_that_of_the_held_out_examples(data):
@@ -242,3 +272,34 @@ def test_a_text_is_read_as_the_head_predicts_it(architecture, language, tmp_path
     surgery.convert(model, Plan.of("local", left=2))
     stage = FinetuneStage(recover=["distill"], text=[str(file)], length=16)
     assert prepare_training(model, tokenizer, stage).data.task.name == language
+
+
+def test_of_a_text_without_a_head_for_it_the_loss_is_measured(tmp_path):
+    file = tmp_path / "corpus.txt"
+    file.write_text("the film is not very good the film is bad dull fine long " * 60)
+    model, tokenizer = tiny("BertForSequenceClassification"), tiny_tokenizer()
+    surgery.convert(model, Plan.of("local", left=2))
+    made = prepare_training(model, tokenizer, FinetuneStage(recover=["distill"], text=[str(file)], length=16))
+    assert made.measure.value is None
+    measured = measure_of(made.phases[0], made, model)
+    assert (measured.name, measured.lower_is_better) == ("loss", True)
+    assert known(measured.value)() > 0
+
+
+def test_an_input_that_is_nearly_always_approximated_needs_no_note(data):
+    made = prepared(data, recover=["task"])
+    for share, shortest, note in (
+        (0.81, 7, []),
+        (0.8, 7, ["approximate on 80 % of the training inputs", "--min-length 7 leaves those out."]),
+        (0.0, None, ["approximate on 0 % of the training inputs", "Train on longer inputs."]),
+    ):
+        found = replace(made, approximated=share, approximates_from=shortest).notes
+        assert len(found) == bool(note)
+        assert all(words in found[0] for words in note)
+
+
+def test_passes_over_the_examples_are_rounded_to_whole_steps(data):
+    for epochs, steps in ((0.5, 1), (1.0, 2), (1.8, 4), (3.0, 6)):
+        (phase,) = prepared(data, recover=["task"], epochs=epochs).phases
+        # Two batches of 32 out of 72 inputs.
+        assert phase.steps == steps

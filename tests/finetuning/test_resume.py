@@ -62,6 +62,24 @@ def test_a_training_that_was_stopped_while_it_scored_goes_on(sst2, tmp_path):
     assert trained(model_of(), tmp_path / "work", options, resume=True).steps == 2
 
 
+def test_a_finished_mode_and_the_scores_are_not_repeated(sst2, tmp_path, monkeypatch):
+    options = options_of(sst2, recover=["transfer", "task"], steps=3, evaluate_every=3)
+
+    def stop(what: str, n: int, total: int) -> None:
+        if what.startswith("task |"):
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(Interrupted):
+        trained(model_of(), tmp_path / "work", options, progress=stop)
+    monkeypatch.setattr("approx.finetuning.finetune._before", None)
+    said: list[str] = []
+    done = trained(model_of(), tmp_path / "work", options, resume=True, progress=lambda what, *_: said.append(what))
+    assert [what.partition(" | ")[0] for what in said if " | " in what] == ["task", "task"]
+    assert [phase.steps for phase in done.phases] == [3, 3]
+    assert done.exact is not None
+    assert done.before is not None
+
+
 def test_an_incomplete_checkpoint_is_not_resumed_from(sst2, tmp_path):
     options = options_of(sst2, steps=8, evaluate_every=4)
     whole = model_of()

@@ -1,6 +1,8 @@
 """One mode: rates, decay, penalties, counts, what the Trainer leaves behind, and a loss that nothing changes."""
 
+import copy
 import math
+import signal
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -9,8 +11,11 @@ import pytest
 import torch
 
 from approx.errors import ApproxError, Exit
+from approx.finetuning.data import Schedule
+from approx.finetuning.phase import Measure
 from approx.finetuning.preparation import prepare_training
-from approx.finetuning.trainer import _Trainer, disk_errors, last_complete
+from approx.finetuning.trainer import _Trainer, disk_errors, last_complete, train
+from approx.finetuning.watch import signals
 from tiny_classifier import tiny_tokenizer
 from tiny_training import model_of, options_of, trained, write_sst2
 
@@ -84,6 +89,97 @@ def test_the_rate_rises_for_six_per_cent_of_the_steps_and_falls_to_nothing(train
     assert trainer(steps=1)._rate(0) == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_a_training_is_one_by_hand_in_float64(accumulate, sst2, tmp_path):
+    """AdamW with two rates that fall by a cosine, decay of the base's matrices, and gradients no longer than 1."""
+    model = model_of().double()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    with torch.no_grad():
+        model.classifier.weight.mul_(30)
+    prepared = prepare_training(model, tiny_tokenizer(), options_of(sst2, steps=10, accumulate=accumulate))
+    phase = replace(prepared.phases[0], learning_rate=1e-3, own_learning_rate=1e-2, evaluate_every=10)
+    other = copy.deepcopy(model).train()
+    rates = {name: 1e-2 if ".mechanism." in name else 1e-3 for name, _ in other.named_parameters()}
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [one], "weight_decay": 0.01 if one.dim() > 1 and ".mechanism." not in name else 0.0}
+            for name, one in other.named_parameters()
+        ]
+    )
+    order, norms = Schedule(prepared.data, 8, 10, phase.seed), []
+    for step in range(10):
+        batch = prepared.data.batch([order[place][0] for place in range(8 * step, 8 * step + 8)], 0)
+        labels = batch.pop("labels")
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(other(**batch).logits, labels).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0)))
+        now = (1 + math.cos(math.pi * step / 10)) / 2
+        for name, group in zip(rates, optimizer.param_groups, strict=True):
+            group["lr"] = rates[name] * now
+        optimizer.step()
+    assert max(norms) > 1
+    outcome = train(
+        model, phase, prepared.data, Measure("loss", True, lambda: 0.0), tmp_path / "work", resume=False,
+        progress=lambda *words: None,
+    )  # fmt: skip
+    assert (outcome.steps, outcome.best_step, outcome.tokens) == (10, 10, 10 * 8 * 6)
+    for name, x in model.state_dict().items():
+        torch.testing.assert_close(x, other.state_dict()[name], rtol=1e-6, atol=1e-8, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("lower", "values", "patience", "best", "steps", "ended"),
+    [
+        (True, [0.5, 0.3, 0.4, 0.6], None, 2, 4, "steps"),
+        (False, [0.5, 0.3, 0.6, 0.4], None, 3, 4, "steps"),
+        (False, [0.5, 0.5, 0.5, 0.5], None, 1, 4, "steps"),
+        (True, [0.5, 0.3, 0.4, 0.35], 2, 2, 4, "steps"),
+        (True, [0.5, 0.6, 0.7, 0.1], 2, 1, 3, "patience"),
+        (False, [0.5, 0.4, 0.6, 0.9], 1, 1, 2, "patience"),
+    ],
+)
+def test_the_best_step_is_that_of_the_best_value_on_its_side(
+    sst2, tmp_path, lower, values, patience, best, steps, ended
+):
+    model = model_of(None)
+    prepared = prepare_training(model, tiny_tokenizer(), options_of(sst2, steps=4, evaluate_every=1, patience=patience))
+    left, weights = iter(values), []
+
+    def value() -> float:
+        weights.append(model.classifier.weight.detach().clone())
+        return next(left)
+
+    outcome = train(
+        model, prepared.phases[0], prepared.data, Measure("loss", lower, value), tmp_path / "work", resume=False,
+        progress=lambda *words: None,
+    )  # fmt: skip
+    assert (outcome.best_step, outcome.steps, outcome.ended) == (best, steps, ended)
+    assert torch.equal(model.classifier.weight, weights[best - 1])
+    curve = {point["step"]: point["validation"] for point in outcome.curve if "validation" in point}
+    assert curve == dict(enumerate(values[:steps], 1))
+
+
+def test_a_first_signal_waits_for_the_step_and_a_second_does_not(trainer):
+    watch, before = trainer().watch, [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(KeyboardInterrupt), signals(watch):
+        signal.raise_signal(signal.SIGTERM)
+        assert watch.stopped
+        signal.raise_signal(signal.SIGINT)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_a_loss_that_is_not_finite_at_the_first_step_says_that_nothing_was_kept(value, trainer):
+    made = trainer()
+    weight = made.trained.classifier.weight
+    made.phase = replace(made.phase, objective=SimpleNamespace(loss=lambda *words: weight.sum() * 0 + value))
+    with pytest.raises(ApproxError, match=rf"is {value} at step 1; nothing was kept yet") as caught:
+        made.compute_loss(made.trained, {})
+    assert caught.value.exit_code == Exit.VERIFICATION
+
+
 @pytest.mark.parametrize(("batch", "accumulate", "each"), [(8, 1, 8), (8, 4, 2), (6, 2, 3)])
 def test_a_step_is_shared_among_its_passes(trainer, batch, accumulate, each):
     arguments = trainer(batch_size=batch, accumulate=accumulate, steps=250, evaluate_every=7, seed=3).args
@@ -153,6 +249,13 @@ def test_the_line_of_progress_tells_rate_speed_and_what_is_left(trainer, monkeyp
     monkeypatch.setattr(made.watch, "seconds", lambda: 10.0)
     made.watch._say(SimpleNamespace(global_step=25))
     assert said[1][0].endswith("| 30 s left")
+    for share, seconds, left in ((0.5, 89.0, "89 s"), (0.25, 40.0, "2 min"), (0.1, 400.0, "60 min")):
+        monkeypatch.setattr(made.watch, "share_of_time", lambda share=share: share)
+        monkeypatch.setattr(made.watch, "seconds", lambda seconds=seconds: seconds)
+        made.watch.on_evaluate(None, None, SimpleNamespace(), metrics={"eval_accuracy": 0.75})
+        made.watch._say(SimpleNamespace(global_step=5))
+        assert said[-1][0].endswith(f"| {left} left")
+    assert "task | loss 0.5124 | held-out accuracy 0.75 | rate" in said[-1][0]
 
 
 @pytest.mark.parametrize("complete", [(), (4,), (4, 20, 8)])

@@ -1,19 +1,26 @@
 """Decoding that is timed: the same tokens as `generate`, from a copy of the prompt's cache, in counted memory."""
 
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 import torch
+from transformers import DynamicCache, EncoderDecoderCache
 
 from approx import api
 from approx.errors import ApproxError, Exit
 from approx.evaluation import timing
 from approx.evaluation.bench import Contender, bench
 from approx.evaluation.options import BenchStage
-from approx.measuring.decoding import Decoder, decoders
-from approx.recipe import BASE
+from approx.measuring.decoding import Decoder, cache_bytes, decoders, refuse
+from approx.recipe import BASE, CEILING
 from approx.seam.attention_free import attention_free
+from approx.seam.dispatch import fastest_exact
 from tiny_classifier import tiny_model
 from tiny_decoder import save, tiny_gpt2
 from typed import known
+from zoo import tiny
 
 
 def prompt(length: int = 9) -> dict[str, torch.Tensor]:
@@ -37,6 +44,76 @@ def test_it_decodes_what_generate_does_every_time(mechanism):
     other = prompt(4)
     decoder.begin(other)
     assert decoder.run(other).shape == (2, 4 + 1 + 5)
+
+
+def test_decoding_is_greedy_and_never_ends_early_whatever_the_checkpoint_says():
+    model, inputs = tiny_gpt2(), prompt()
+
+    def decoded() -> torch.Tensor:
+        decoder = Decoder(model, 6)
+        decoder.begin(inputs)
+        return decoder.run(inputs)
+
+    expected = decoded()
+    for said in ({"do_sample": True, "temperature": 50.0}, {"num_beams": 4}, {"max_new_tokens": 2}):
+        before = {name: getattr(model.generation_config, name) for name in said}
+        model.generation_config.update(**said)
+        assert torch.equal(decoded(), expected), said
+        model.generation_config.update(**before)
+    # Every row is decoded to its last token, without the one that would end it.
+    ends = int(expected[0, 11])
+    model.generation_config.update(eos_token_id=ends)
+    assert decoded().shape == expected.shape
+    assert ends not in decoded()[:, 9:]
+
+
+def test_contenders_are_the_base_in_its_ways_and_the_variants(monkeypatch):
+    base, own, inputs = tiny_gpt2(), tiny_gpt2(mechanism="linear"), prompt()
+    inside = []
+
+    @contextmanager
+    def noted(model):
+        inside.append(model)
+        with fastest_exact(model):
+            yield
+
+    monkeypatch.setattr("approx.measuring.decoding.fastest_exact", noted)
+    made = decoders({BASE: base, "own": own}, 4)
+    assert [(one.name, one.role) for one in made] == [
+        (BASE, "base"), ("fastest way", "exact"), (CEILING, "ceiling"), ("own", "variant"),
+    ]  # fmt: skip
+    for one, expected in zip(
+        made, (Decoder(base, 4), Decoder(base, 4), Decoder(base, 4, attention_free), Decoder(own, 4)), strict=True
+    ):
+        assert one.begin is not None
+        one.begin(inputs)
+        expected.begin(inputs)
+        assert torch.equal(known(cast(Any, one.run(inputs))), expected.run(inputs)), one.name
+        assert inside == ([base] if one.name != BASE else [])
+        assert (one.cache_mb is None) == (one.name == "fastest way")
+        assert one.cache_mb is None or one.cache_mb() == expected.cache_mb() > 0
+
+
+def test_the_cache_of_both_kinds_of_attention_is_counted_and_shared_memory_once():
+    def filled(tokens: int) -> DynamicCache:
+        cache = DynamicCache()
+        for layer in range(2):
+            cache.update(torch.zeros(1, 2, tokens, 4), torch.zeros(1, 2, tokens, 4), layer)
+        return cache
+
+    assert cache_bytes(filled(3)) == 2 * 2 * 2 * 3 * 4 * 4
+    assert cache_bytes(EncoderDecoderCache(filled(3), filled(5))) == 2 * 2 * 2 * (3 + 5) * 4 * 4
+    state, half = torch.zeros(10), torch.zeros(7, dtype=torch.bfloat16)
+    layer = SimpleNamespace(keys=state, values=state[:5], notes={"of": {"one": half}, "length": 3}, other=None)
+    assert cache_bytes(SimpleNamespace(layers=[layer])) == 40 + 14
+
+
+@pytest.mark.parametrize(
+    "architecture", ["BartForConditionalGeneration", "WhisperForConditionalGeneration", "ViTForImageClassification"]
+)
+def test_what_reads_a_source_or_no_text_is_refused(architecture):
+    with pytest.raises(ApproxError, match=f"A {architecture} does not continue a text"):
+        refuse(tiny(architecture))
 
 
 def test_the_cache_of_exact_attention_holds_every_token_and_that_of_a_state_does_not_grow():

@@ -6,15 +6,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from approx import api
 from approx.checkpoints import checkpoint
-from approx.measuring.identity import beside, code, examples_read, identity, what_computes
+from approx.conversion import surgery
+from approx.measuring.identity import beside, code, computed_by, examples_read, identity, what_computes
+from approx.planning.plan import Plan
 from approx.tasks import open_task
 from approx_kernels.cpu.compile import load
 from c_sources import needs_compiler
 from tiny_classifier import tiny_model
 from tiny_study import tiny_checkpoint, tiny_data
+from zoo import tiny
 
 
 @pytest.fixture
@@ -56,6 +60,37 @@ def test_whatever_changes_outputs_changes_the_identity_and_a_folders_name_does_n
     renamed.__class__ = type("Other", (type(model),), {})
     models = [other, renamed, copy.deepcopy(model).bfloat16()]
     assert len({known, identity(opened(model, "b")), *(identity(opened(one)) for one in models)}) == 5
+
+
+def test_how_a_model_writes_and_what_its_layers_run_are_part_of_its_identity():
+    model = tiny("GPT2LMHeadModel")
+    known = {identity(opened(model))}
+    model.generation_config.num_beams = 4
+    known.add(identity(opened(model)))
+    for left in (2, 3):
+        other = copy.deepcopy(model)
+        surgery.convert(other, Plan.of("local", left=left))
+        known.add(identity(opened(other)))
+    assert len(known) == 4
+
+
+def test_outputs_are_kept_by_what_computes_them(monkeypatch):
+    cpu = torch.device("cpu")
+    said = set()
+    for obstacle in (None, "no compiler"):
+        monkeypatch.setattr("approx.measuring.identity.compiler_obstacle", lambda obstacle=obstacle: obstacle)
+        for findings in ({}, {"softmax": {"way": "a"}}, {"softmax": {"way": "b"}}, {"topk": {"way": "a"}}):
+            monkeypatch.setattr("approx.measuring.identity.found", lambda kind, findings=findings: findings)
+            said.add(computed_by(cpu))
+            # How long it took is none of it.
+            timed = {name: {**one, "seconds": 3} for name, one in findings.items()}
+            monkeypatch.setattr("approx.measuring.identity.found", lambda kind, timed=timed: timed)
+            assert computed_by(cpu) in said
+    assert len(said) == 8
+    assert all(("PyTorch alone" in one) != (one.partition(", ")[2].startswith("C")) for one in said)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"the GPU {device.index}")
+    monkeypatch.setattr("approx.measuring.identity.found", lambda kind: {} if kind == "cuda" else None)
+    assert computed_by(torch.device("cuda:1"), fast_products=True) == "the GPU 1, fast products"
 
 
 def test_examples_and_settings_are_told_apart_and_the_place_of_the_file_is_not(tmp_path):

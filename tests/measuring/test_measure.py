@@ -2,20 +2,36 @@
 
 import copy
 import json
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
+from PIL import Image
 
 from approx.checkpoints.receipt import RECEIPT, Check, Receipt
-from approx.conversion import convert
+from approx.conversion import convert, surgery
 from approx.errors import ApproxError, Exit
+from approx.evaluation.bench import crossover
 from approx.evaluation.options import BenchStage, EvaluateStage
+from approx.evaluation.prediction_cache import fingerprint
+from approx.evaluation.record_model import Quality, RecipeText
+from approx.evaluation.record_speed import Speed
+from approx.evaluation.record_training import Trained
 from approx.measuring import measure, variants
+from approx.measuring.identity import computed_by, identity
+from approx.measuring.in_memory import in_memory
+from approx.planning.example_inputs import example_inputs
 from approx.planning.plan import Plan, Rule
-from approx.recipe import BASE
-from tiny_study import tiny_checkpoint, tiny_data
-from typed import known
+from approx.recipe import BASE, CEILING
+from approx.seam.attention_free import attention_free
+from tiny_classifier import tiny_model, tiny_tokenizer
+from tiny_speech import recogniser, some_utterances, speech_processor, write_utterances
+from tiny_study import LABELS, SENTENCES, tiny_checkpoint, tiny_data
+from typed import known, part_of
+from zoo import tiny
 
 
 @pytest.fixture(scope="module")
@@ -181,3 +197,191 @@ def test_a_variant_is_verified_if_it_has_checks_and_none_failed(opened, monkeypa
     (variant,) = measure.make_record(opened, title="", seed=0, command="").variants
     assert variant.verified is verified
     assert variant.receipt == (None if receipt is None else receipt.model_dump(mode="json"))
+
+
+def drawing() -> Any:
+    """A model whose mechanisms draw random numbers."""
+    model = tiny_model(2, LABELS)
+    surgery.convert(model, Plan.of("clustered", clusters=2, bits=8, frozen=False))
+    return in_memory(model, tiny_tokenizer())
+
+
+def test_every_model_is_scored_as_what_it_is_with_everything_asked_for(opened, tmp_path, monkeypatch):
+    opened, asked = {**opened, "drawn": drawing()}, {}
+
+    def evaluate(subjects: Any, task: Any, stage: Any, **more: Any) -> Quality:
+        asked.update(more, subjects=subjects, task=task, stage=stage)
+        return part_of(Quality, task=stage.task, notes=["read"], margin=None)
+
+    monkeypatch.setattr(measure, "evaluate", evaluate)
+    for seeds in (1, 3):
+        stage = EvaluateStage(
+            task="text-classification", data="a/file.csv", settings={"labels": "a,b"}, seeds=seeds, limit=5
+        )
+        entry = measure.measure_quality(
+            opened, stage, seed=7, outputs=tmp_path / "outputs", fresh=seeds == 3, progress=measure.silent
+        )
+        assert (entry.notes, entry.settings, entry.fast_products) == (["read"], {"labels": "a,b"}, False)
+        assert (asked["seed"], asked["outputs"], str(asked["data"])) == (7, tmp_path / "outputs", "a/file.csv")
+        assert (asked["stage"], asked["device"], asked["task"].labels) == (stage, torch.device("cpu"), ("a", "b"))
+        assert (asked["kept"] is None) == (seeds == 3)
+        subjects = asked["subjects"]
+        assert {label: one.name for label, one in subjects.items()} == {label: label for label in opened}
+        assert all(one.model is opened[label].model for label, one in subjects.items())
+        assert [one.approximates is None for one in subjects.values()] == [True, False, False]
+        assert [one.approximated_pairs is None for one in subjects.values()] == [True, False, False]
+        assert subjects["local"].approximates(8, 8)
+        assert not subjects["local"].approximates(2, 2)
+        # Only what draws has other draws, and the base is exact.
+        assert [one.reseeded is not None for one in subjects.values()] == [False, False, seeds == 3]
+        assert len({one.identity for one in subjects.values()}) == 3
+        assert all(subject.processor("the film") for subject in subjects.values())
+
+
+def test_a_base_that_is_converted_itself_has_no_draws(monkeypatch):
+    opened = {BASE: drawing()}
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        measure, "evaluate", lambda subjects, task, stage, **more: seen.append(subjects) or part_of(Quality)
+    )
+    stage = EvaluateStage(task="glue/sst2", data="here", seeds=3)
+    measure.measure_quality(opened, stage, seed=0, outputs=None, fresh=True, progress=measure.silent)
+    assert seen[0][BASE].reseeded is None
+
+
+def timed(opened: Any, stage: BenchStage, monkeypatch: Any, texts: Any = None, seed: int = 0) -> tuple[Any, Any]:
+    """What is given to the timing, and the rows that are made of one row of three tokens."""
+    asked: dict[str, Any] = {}
+
+    def bench(contenders: Any, stage: Any, **more: Any) -> Any:
+        asked.update(more, contenders=contenders, stage=stage)
+        return [part_of(Speed, length=length) for length in stage.lengths]
+
+    monkeypatch.setattr(measure, "bench", bench)
+    rows = measure.measure_speed(opened, stage, texts, seed=seed, progress=measure.silent)
+    return SimpleNamespace(**asked), rows
+
+
+def test_the_base_is_timed_in_its_ways_and_without_attention(opened, monkeypatch):
+    asked, rows = timed(opened, BenchStage(lengths=[8, 16], inputs="synthetic"), monkeypatch, seed=3)
+    base, variant = (one.model for one in opened.values())
+    inputs = asked.make_inputs(2, 8)
+    assert {name: x.tolist() for name, x in inputs.items()} == {
+        name: x.tolist() for name, x in example_inputs(base, 8, batch=2, seed=3).items()
+    }
+    with torch.no_grad():
+        exact, own = base(**inputs).logits, variant(**inputs).logits
+        with attention_free(base):
+            free = base(**inputs).logits
+        said = {one.name: one.run(inputs).logits for one in asked.contenders}
+    assert not torch.equal(exact, own)
+    assert not torch.equal(exact, free)
+    assert [(one.name, one.role) for one in asked.contenders] == [
+        (BASE, "base"), ("fastest way", "exact"), (CEILING, "ceiling"), ("local", "variant"),
+    ]  # fmt: skip
+    for name, due in ((BASE, exact), ("fastest way", exact), (CEILING, free), ("local", own)):
+        torch.testing.assert_close(said[name], due, rtol=0, atol=1e-6)
+    assert (asked.seed, asked.device, asked.dtype) == (3, torch.device("cpu"), torch.float32)
+    assert [(row.length, row.seconds, row.fast_products) for row in rows] == [(8, None, False), (16, None, False)]
+    with torch.no_grad():
+        assert set(asked.chosen_in(lambda: base(**inputs))) <= {"attention"}
+
+
+def test_the_fastest_way_is_switched_on_for_its_own_contender(opened, monkeypatch):
+    inside = []
+
+    @contextmanager
+    def noted(model: Any) -> Any:
+        inside.append(model)
+        yield
+
+    monkeypatch.setattr(measure, "fastest_exact", noted)
+    asked, _ = timed(opened, BenchStage(lengths=[8], inputs="synthetic"), monkeypatch)
+    for one in asked.contenders:
+        with torch.no_grad():
+            one.run(asked.make_inputs(1, 8))
+        assert inside == ([] if one.name == BASE else [opened[BASE].model])
+
+
+def test_images_have_one_length_and_sounds_have_seconds(monkeypatch):
+    for architecture, lengths, seconds in (
+        ("ViTForImageClassification", [37], None),
+        # Strides of 4 and 2 samples, of which there are 16,000 in a second.
+        ("Wav2Vec2ForCTC", [8, 16], 8 / 16_000),
+    ):
+        base = {BASE: in_memory(tiny(architecture), None, reads=False)}
+        asked, rows = timed(base, BenchStage(lengths=[8, 16], inputs="synthetic"), monkeypatch)
+        assert asked.stage.lengths == lengths
+        assert [row.seconds for row in rows] == [seconds and pytest.approx(seconds * length) for length in lengths]
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_fast_products_are_those_of_every_model_and_told(opened, folders, wanted, monkeypatch):
+    given: list[Any] = []
+    monkeypatch.setattr(
+        measure, "products_for", lambda models, wanted: given.append(([*models], wanted)) or nullcontext()
+    )
+    _, rows = timed(opened, BenchStage(lengths=[8], inputs="synthetic", fast_products=wanted), monkeypatch)
+    assert [row.fast_products for row in rows] == [wanted]
+    stage = EvaluateStage(task="glue/sst2", data=str(folders[2]), limit=4, fast_products=wanted)
+    subjects: list[Any] = []
+    monkeypatch.setattr(
+        measure, "evaluate", lambda several, *more, **ways: subjects.append(several) or part_of(Quality, notes=["a"])
+    )
+    entry = measure.measure_quality(opened, stage, seed=0, outputs=None, fresh=True, progress=measure.silent)
+    assert (entry.fast_products, entry.notes) == (wanted, ["a", *["fast float32 products"] * wanted])
+    models = [one.model for one in opened.values()]
+    assert given == [(models, wanted), (models, wanted)]
+    fast = fingerprint(identity(opened["local"]), computed_by(torch.device("cpu"), fast_products=wanted))
+    assert subjects[0]["local"].identity == fast
+
+
+def test_texts_and_recordings_are_those_of_the_task(opened, folders, tmp_path, monkeypatch):
+    texts = EvaluateStage(task="glue/sst2", data=str(folders[2]), split="dev", limit=2)
+    asked, _ = timed(opened, BenchStage(lengths=[8]), monkeypatch, texts)
+    rows = asked.make_inputs(1, 32)["input_ids"][0].tolist()
+    tokenizer = tiny_tokenizer()
+    content = [token for text in SENTENCES[:2] for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
+    assert rows == [2, *(content * 5)[:30], 3]
+    write_utterances(tmp_path / "dev-clean", some_utterances(2))
+    model = recogniser().bfloat16()
+    speech = {BASE: in_memory(model, speech_processor(tmp_path / "vocabulary"))}
+    sounds = EvaluateStage(task="librispeech/dev-clean", data=str(tmp_path))
+    asked, _ = timed(speech, BenchStage(lengths=[8]), monkeypatch, sounds)
+    heard = asked.make_inputs(2, 40)["input_values"]
+    assert (heard.dtype, heard.shape[0]) == (torch.bfloat16, 2)
+    with torch.no_grad():
+        assert model(heard).logits.shape[1] == 40
+
+
+def test_images_are_those_of_the_task_in_the_dtype_of_the_model(tmp_path, monkeypatch):
+    model = tiny("ViTForImageClassification").bfloat16()
+    size = model.config.image_size
+    reader = transformers.ViTImageProcessor(size={"height": size, "width": size})
+    for number in range(2):
+        (tmp_path / "test" / f"LABEL_{number}").mkdir(parents=True)
+        Image.new("RGB", (24, 24), (90 * number, 10, 10)).save(tmp_path / "test" / f"LABEL_{number}" / "a.png")
+    images = EvaluateStage(task="image-classification", data=str(tmp_path / "test"))
+    asked, _ = timed({BASE: in_memory(model, reader)}, BenchStage(lengths=[8]), monkeypatch, images)
+    seen = asked.make_inputs(3, 37)["pixel_values"]
+    assert (seen.dtype, tuple(seen.shape)) == (torch.bfloat16, (3, 3, size, size))
+    assert torch.equal(seen[0], seen[2])
+    assert not torch.equal(seen[0], seen[1])
+
+
+def test_a_record_holds_what_was_measured(opened):
+    stage = BenchStage(lengths=[8, 16], inputs="synthetic", rounds=3, seconds=0)
+    rows = measure.measure_speed(opened, stage, None, seed=0, progress=measure.silent)
+    trainings = [part_of(Trained, name="local", before=0.5)]
+    quality = [part_of(Quality, task="glue/sst2", examples=9)]
+    recipe = part_of(RecipeText, text="a recipe")
+    made = measure.make_record(
+        opened, title="", seed=0, command="", quality=quality, speed=rows, trainings=trainings, recipe=recipe
+    )
+    assert (made.speed, made.trainings, made.recipe) == (rows, trainings, recipe)
+    assert [one.examples for one in made.quality] == [9]
+    assert made.crossover == crossover(rows)
+    assert len(made.crossover) == 1
+    assert made.checkpoint.name == opened[BASE].source.name
+    assert made.checkpoint.revision is None
+    assert made.environment["gpu"] is None

@@ -4,11 +4,13 @@ import pytest
 import torch
 
 from approx.checkpoints import checkpoint
-from approx.conversion import convert
+from approx.conversion import convert, surgery
 from approx.conversion.calibration import mechanisms
+from approx.measuring.in_memory import in_memory
 from approx.measuring.variants import variant_of
 from approx.planning.plan import Plan, Rule
 from tiny_study import tiny_checkpoint
+from zoo import tiny
 
 SPANS = {"max_span": 24, "ramp": 4}
 
@@ -47,3 +49,31 @@ def test_only_the_heads_with_spans_have_them(base, tmp_path):
     exact, spanned, local = variant_of("mixed", one).layers
     assert spanned.spans == [24.0]
     assert {"spans", "operations"} & {*exact.to_data(), *local.to_data()} == set()
+
+
+def test_layers_are_in_the_order_of_the_model_however_their_paths_sort():
+    model = tiny("BertForSequenceClassification", num_hidden_layers=12)
+    surgery.convert(model, Plan.of("local", left=1, right=1))
+    layers = variant_of("many", in_memory(model, None, reads=False)).layers
+    assert [layer.layer for layer in layers] == list(range(12))
+    assert all(layer.to_data().get("heads") is None for layer in layers)
+
+
+def test_what_was_not_converted_has_nothing_to_verify():
+    made = variant_of("stock", in_memory(tiny("BertForSequenceClassification"), None, reads=False))
+    assert (made.verified, made.receipt, made.layers) == (True, None, [])
+
+
+@pytest.mark.parametrize(("architecture", "length"), [("BertForSequenceClassification", 64), ("HubertForCTC", 1024)])
+def test_operations_are_a_share_of_those_of_exact_attention_at_the_longest_input(architecture, length):
+    model = tiny(architecture)
+    surgery.convert(model, Plan.of("adaptive-span", **SPANS))
+    one = in_memory(model, None, reads=False)
+    spanned = mechanisms(model)[0]
+    exact = type(spanned)(
+        spanned.heads, spanned.head_dim, causal=spanned.causal, scale=spanned.scale, max_span=length, ramp=4
+    )
+    with torch.no_grad():
+        exact.get_parameter("fraction").fill_(1.0)
+    layer = variant_of("spans", one).layers[0]
+    assert layer.operations == pytest.approx(spanned.flops(length) / exact.flops(length), rel=0.02)

@@ -66,8 +66,10 @@ def test_a_room_is_counted_and_its_survivors_are_named(tmp_path):
     for name, text in {
         "approx/__init__.py": "",
         "approx/room/__init__.py": "",
-        "approx/room/sign.py": "def sign(x):\n    return x > 0\n",
+        "approx/room/sign.py": "LEAST = 0\n\n\ndef sign(x):\n    return x > LEAST\n",
         "kernels/nothing.py": "",
+        # What a conftest.py imports is seen too.
+        "tests/room/conftest.py": "import approx.room.sign\n",
         "tests/room/test_sign.py": "from approx.room.sign import sign\n\n\ndef test_sign():\n    assert sign(2)\n"
         "    assert not sign(0)\n",
         "tests/room/test_ran.py": "import os\n\n\ndef test_ran():\n    with open(os.environ['RAN'], 'a') as file:\n"
@@ -87,20 +89,21 @@ def test_a_room_is_counted_and_its_survivors_are_named(tmp_path):
         return done.returncode, done.stdout + done.stderr
 
     code, said = run()
-    # These tests cannot detect x > 1, which gives the same for 0 and 2.
+    # These tests cannot detect a limit of 1, which gives the same for 0 and 2.
     assert code == 1, said
-    assert "room: 2 mutants, 2 taken (seed 1); 1 killed, 1 survived, 0 equivalent: 50% of 2" in said
+    assert "room: 3 mutants, 3 taken (seed 1); 2 killed, 1 survived, 0 equivalent: 67% of 3" in said
+    ran = (tool / "ran").read_text()
     report = tmp_path / "runs" / "mutants" / "room.toml"
-    assert 'was = "return x > 0"\nnow = "return x > 1"' in report.read_text()
+    assert 'was = "LEAST = 0"\nnow = "LEAST = 1"' in report.read_text()
     (tool / "equivalent.toml").write_text(report.read_text().replace('why = ""', 'why = "Nobody asks for 1."'))
     code, said = run()
     assert code == 0, said
-    assert "2 taken (seed 1); 1 killed, 0 survived, 1 equivalent: 100% of 1" in said
+    assert "3 taken (seed 1); 2 killed, 0 survived, 1 equivalent: 100% of 2" in said
     # A new test counts at once, and unmutated code is not tested again without a change.
     (tool / "equivalent.toml").write_text("")
     with (tmp_path / "tests" / "room" / "test_sign.py").open("a") as file:
         file.write("    assert sign(1)\n")
     code, said = run()
     assert code == 0, said
-    assert "2 killed, 0 survived" in said
-    assert (tool / "ran").read_text() == "x"
+    assert "3 killed, 0 survived" in said
+    assert (tool / "ran").read_text() == ran

@@ -237,7 +237,7 @@ def _weights(call: Call) -> Tensor:
             scores = scores.masked_fill(~seen, float("-inf"))
         if call.mask is not None:
             scores = scores.masked_fill(~call.mask[:, None, None], float("-inf"))
-        return scores.softmax(-1).nan_to_num(0.0)
+        return scores.softmax(-1).nan_to_num()
 
 
 def _divergence(given: Tensor, due: Tensor, real: Tensor | None) -> Tensor:

@@ -41,6 +41,20 @@ def test_rejects_damaged_state(text, tmp_path):
     assert len(str(caught.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        ([], "Input should be a valid dictionary or instance of Begun"),
+        ({"scored": "x", "about": ABOUT}, "scored: Input should be a valid boolean"),
+        ({"about": ABOUT | {"data": 3}}, "about.data: Input should be a valid string"),
+    ],
+)
+def test_names_the_entry_that_is_damaged(state, reason, tmp_path):
+    with pytest.raises(ApproxError) as caught:
+        _read(tmp_path / "training.json", json.dumps(state).encode())
+    assert f"training.json is damaged: {reason}. The training cannot go on" in str(caught.value)
+
+
 def test_reads_the_state_of_an_earlier_version(tmp_path):
     state = _read(tmp_path / "training.json", json.dumps({"about": ABOUT, "exact": None, "before": 0.5}).encode())
     assert (state.scored, state.exact, state.before) == (True, None, 0.5)

@@ -284,6 +284,19 @@ def test_text_continues_pre_training(architecture, tmp_path):
     assert done.after < 0.8 * done.before
 
 
+def test_options_are_told_as_plain_data(tmp_path):
+    rows = [f'{{"text": "film {row}", "label": {row % 2}}}' for row in range(20)]
+    (tmp_path / "train.jsonl").write_text("\n".join(rows))
+    options = FinetuneStage(
+        task="text-classification", data=str(tmp_path / "train.jsonl"), settings={"labels": ("negative", "positive")},
+        steps=1, batch_size=4,
+    )  # fmt: skip
+    (tmp_path / "train.jsonl").write_text("\n".join(rows).replace(": 0", ': "negative"').replace(": 1", ': "positive"'))
+    done = trained(model_of(None), tmp_path / "work", options)
+    assert done.options["settings"] == {"labels": ["negative", "positive"]}
+    assert json.loads(json.dumps(done.to_data())) == done.to_data()
+
+
 def test_time_that_a_mode_does_not_need_is_that_of_the_next(sst2, tmp_path, monkeypatch):
     limits: list[Any] = []
     took = iter([4.0, 45.0, 1.0])

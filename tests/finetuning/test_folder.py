@@ -193,6 +193,33 @@ def test_a_teacher_has_to_be_exact_of_the_same_kind_and_to_read_the_same_tokens(
         finetune_folder(tmp_path / "healed", tmp_path / "again", distill)
 
 
+def test_both_checkpoints_are_opened_as_asked(study, tmp_path, monkeypatch):
+    asked: list[Any] = []
+    original = checkpoint.load
+
+    def load(name: Any, **more: Any) -> Any:
+        asked.append((str(name), more))
+        return original(name)
+
+    monkeypatch.setattr("approx.finetuning.folder.checkpoint.load", load)
+    options, teacher = options_of(study, recover=["distill"], steps=1), str(study / "base")
+    for given in (True, False):
+        ways = {"offline": given, "merge_adapter": given, "device": "cpu" if given else "cuda"}
+        rehearse(study / "converted", options, teacher=teacher, revision="a1", **ways)
+
+        def stop(*words: Any) -> None:
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            finetune_folder(
+                study / "converted", tmp_path / "out", options, teacher=teacher, revision="a1", progress=stop, **ways
+            )
+        # A revision is that of the checkpoint, not of its teacher.
+        both = [(str(study / "converted"), {"revision": "a1", **ways}), (teacher, ways)]
+        assert asked == [*both, *both]
+        asked.clear()
+
+
 def test_what_is_refused_leaves_nothing_behind(study, tmp_path):
     for options, message in [
         (options_of(study, split="dev"), "scores are reported on"),

@@ -23,10 +23,8 @@ class Recorder:
         self.seconds: dict[str, float] = {}
         self.processes: set[str] = set()
         self._started: list[str] = []
-
-    def pytest_sessionstart(self) -> None:
-        """Watch from before the first import of ours."""
         sys.addaudithook(self._hear)
+        # From before the first import of ours, which may be that of a conftest.py.
         self._coverage.start()
 
     def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:

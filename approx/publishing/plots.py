@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from approx.evaluation.record_model import Quality, Record
-from approx.evaluation.record_speed import Speed
+from approx.evaluation.record_speed import Ratio, Speed
 from approx.publishing import wording
 from approx.publishing.drawing import INK, draw
 from approx.publishing.summary import longest_input, standing, variant_of
@@ -76,10 +76,7 @@ def speed_figure(rows: list[Speed], record: Record, identity: str) -> Markup | N
         if noise:
             lengths, low, high = zip(*noise, strict=True)
             band = {"color": INK, "alpha": 0.12, "linewidth": 0, "label": "exact against itself"}
-            if len(noise) > 1:
-                axes.fill_between(lengths, low, high, **band)
-            else:
-                axes.axhspan(low[0], high[0], **band)
+            axes.fill_between(lengths, low, high, **band)
         axes.axhline(1, color=INK, linewidth=1)
         ceiling = {row.length: ratio for row in rows if row.ceiling and (ratio := row.believed(row.ceiling).ratio)}
         axes.plot(
@@ -116,8 +113,40 @@ def speed_figure(rows: list[Speed], record: Record, identity: str) -> Markup | N
         axes.set_xlabel("length (tokens)")
         axes.set_ylabel("speed relative to exact attention")
 
-    title = f"Speed relative to exact attention against length, on {wording.setting(rows[0])}."
-    return draw(identity, f"{title} The figures are in the table beside it.", paint, (5.4, 4.2))
+    setting = f"on {wording.setting(rows[0])}. The figures are in the table beside it."
+    if len(rows) == 1:
+        title = f"Speed relative to exact attention at {wording.count(measured[0])} tokens, {setting}"
+        height = 1.2 + 0.22 * len(rows[0].variants)
+        return draw(identity, title, lambda axes: _paint_row(axes, rows[0], record), (5.4, height))
+    return draw(identity, f"Speed relative to exact attention against length, {setting}", paint, (5.4, 4.2))
+
+
+def _paint_row(axes: Axes, row: Speed, record: Record) -> None:
+    """The variants of one length below each other, the fastest first."""
+    axes.set_xscale("log", base=2)
+    found = [(entry.name, row.believed(entry), standing(row, entry)) for entry in row.variants]
+    found.sort(key=lambda one: one[1].ratio or 0.0)
+    if row.spread and row.spread.interval:
+        axes.axvspan(*row.spread.interval, color=INK, alpha=0.12, linewidth=0, label="exact against itself")
+    axes.axvline(1, color=INK, linewidth=1)
+    ceiling = row.believed(row.ceiling).ratio if row.ceiling else None
+    if ceiling:
+        axes.axvline(ceiling, color=INK, linewidth=1.2, linestyle=(0, (5, 3)), label="ceiling: attention removed")
+    known = colours(record)
+    for place, (name, believed, _) in enumerate(found):
+        if believed.ratio is not None:
+            low, high = believed.interval or (believed.ratio, believed.ratio)
+            axes.plot([low, high], [place] * 2, color=known[name], linewidth=1.8, solid_capstyle="butt")
+            axes.plot([believed.ratio], [place], color=known[name], marker="o", markersize=5)
+    axes.set_yticks(range(len(found)), [_short(name) + _unless_timed(believed, kind) for name, believed, kind in found])
+    axes.set_ylim(-0.7, len(found) - 0.3)
+    low, high = axes.get_xlim()
+    _ratio_axis(axes, "x", min(low, _LEAST[0]), max(high, _LEAST[1]))
+    axes.set_xlabel(f"speed relative to exact attention at {wording.count(row.length)} tokens")
+
+
+def _unless_timed(believed: Ratio, kind: str) -> str:
+    return "" if believed.ratio is not None else f" ({kind})"
 
 
 def quality_figure(task: Quality, rows: list[Speed], record: Record, identity: str) -> tuple[Markup, str] | None:
@@ -160,12 +189,12 @@ def quality_figure(task: Quality, rows: list[Speed], record: Record, identity: s
                 [y],
                 xerr=[[max(x - believed.interval[0], 0)], [max(believed.interval[1] - x, 0)]],
                 yerr=[[max(y - low, 0)], [max(high - y, 0)]],
-                fmt=marker,
-                color=colour,
-                label=_short(name),
-                markersize=6,
+                fmt="none",
+                ecolor=colour,
                 elinewidth=1.4,
             )
+            # In the legend, bars would hide which marker it is.
+            axes.plot([x], [y], marker=marker, color=colour, linestyle="", markersize=6, label=_short(name))
         front = _unbeaten(task, row)
         if len(front) > 1:
             axes.plot(

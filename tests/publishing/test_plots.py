@@ -67,11 +67,30 @@ def test_speed_is_drawn_as_it_was_measured(record, drawn):
     assert sorted({round(float(y), 9) for y in at_first[:, 1]}) == sorted(round(end, 9) for end in interval)  # type: ignore[index]  # as above
 
 
+def test_one_length_has_a_row_for_each_variant_with_the_fastest_on_top(record, drawn):
+    row = record["speed"][0]
+    timed = row["variants"][0]
+    ratios = {"slow": 0.8, "quick": 1.4, "middling": 1.1}
+    row["variants"] = [
+        timed | {"name": name, "ratio": x, "interval": [x - 0.05, x + 0.05]} for name, x in ratios.items()
+    ]
+    lost = {"name": "large", "status": "out of memory", "median_ms": None, "ratio": None, "interval": None}
+    row["variants"].append(timed | lost)
+    axes = drawn(plots.speed_figure, parts_of(Speed, row), record_of(record))
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    assert names == ["large (out of memory)", "slow", "middling", "quick"]
+    marks = [line.get_data() for line in axes.lines if line.get_marker() == "o"]
+    assert [(float(x[0]), int(y[0])) for x, y in marks] == [(0.8, 1), (1.1, 2), (1.4, 3)]
+    ends = [line.get_xdata() for line in axes.lines if len(line.get_xdata()) == 2 and line.get_linewidth() == 1.8]
+    assert [float(x[1] - x[0]) for x in ends] == pytest.approx([0.1] * 3)
+    assert axes.get_xlabel() == "speed relative to exact attention at 128 tokens"
+
+
 def test_the_axis_of_ratios_holds_all_that_was_measured_and_at_least_what_is_near_exact(record, drawn):
     row = record["speed"][0]
     slow, quick = (row | {"length": length, "ceiling": None, "spread": None} for length in (64, 128))
     near = drawn(plots.speed_figure, parts_of(Speed, row), record_of(record))
-    assert near.get_ylim() == (pytest.approx(0.52, abs=0.03), 2.0)
+    assert near.get_xlim() == (pytest.approx(0.52, abs=0.03), 2.0)
     slow["variants"] = [row["variants"][0] | {"ratio": 0.03, "interval": [0.025, 0.035]}]
     quick["variants"] = [row["variants"][0] | {"ratio": 65.0, "interval": [60.0, 70.0]}]
     axes = drawn(plots.speed_figure, parts_of(Speed, slow, quick), record_of(record))
@@ -88,7 +107,8 @@ def test_quality_is_drawn_against_the_speed_of_the_longest_row_with_most_of_both
     (rows,) = speed_groups(record.speed)
     task = record.quality[0]
     axes = drawn(plots.quality_figure, task, rows, record)
-    points = {str(box.get_label()): tuple(map(float, box.lines[0].get_xydata()[0])) for box in axes.containers}  # type: ignore[attr-defined]  # they are error bars
+    names = {entry.name for entry in task.variants}
+    points = {name: places[0] for name, places in lines(axes).items() if name in names}
     row = next(row for row in rows if row.length == 1024)
     ratios = {entry.name: entry.ratio for entry in row.variants}
     assert points == {
@@ -109,7 +129,7 @@ def test_quality_is_drawn_against_the_speed_of_the_longest_row_with_most_of_both
     assert low == pytest.approx(0.7)
     assert high == pytest.approx(2.0)
     # A point's bars are its intervals, of speed and of quality.
-    (bars,) = (box for box in axes.containers if box.get_label() == "linear")
+    bars = axes.containers[list(points).index("linear")]
     across, up = (bar.get_segments()[0].tolist() for bar in bars.lines[2])  # type: ignore[attr-defined]  # they are error bars
     (entry,) = (entry for entry in row.variants if entry.name == "linear")
     assert [x for x, _ in across] == pytest.approx(entry.interval)
@@ -130,10 +150,13 @@ def test_small_differences_have_a_plain_axis_with_a_digit_and_no_interval_no_bar
 
 def test_a_long_name_is_cut_in_the_legend(record, drawn):
     name = "a" * 41
-    record["speed"][0]["variants"] = [record["speed"][0]["variants"][0] | {"name": name}]
+    for row in record["speed"][:2]:
+        row["variants"] = [row["variants"][0] | {"name": name}]
     record["variants"] = [record["variants"][0] | {"name": name}]
     made = record_of(record)
-    assert "a" * 39 + "…" in lines(drawn(plots.speed_figure, made.speed[:1], made))
+    assert "a" * 39 + "…" in lines(drawn(plots.speed_figure, made.speed[:2], made))
+    (label,) = drawn(plots.speed_figure, made.speed[:1], made).get_yticklabels()
+    assert label.get_text() == "a" * 39 + "…"
 
 
 def test_the_caption_says_what_is_shown_and_what_is_not(record):

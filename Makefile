@@ -8,7 +8,7 @@ SAMPLE ?= 60
 SEED ?= 1
 # How long the kernels are tested under sanitizers, or damaged files are read.
 MINUTES ?= $(if $(filter fuzz,$(MAKECMDGOALS)),10,20)
-# How many runs `make kills` kills.
+# How many commands `make kills` kills.
 KILLS ?= 100
 # What pip installs before anything else, to choose a build of PyTorch: TORCH=torch==2.13.0, or any words that pip understands.
 TORCH ?=
@@ -69,7 +69,7 @@ sanitize: $(VENV)/.dev  ## Test the kernels with their C under AddressSanitizer 
 fuzz: $(VENV)/.dev  ## Damage files of every kind and watch that they are refused or read: MINUTES=10 SEED=1
 	$(VENV)/bin/python tests/fuzz --minutes $(MINUTES) --seed $(SEED) --jobs $(JOBS) $(if $(REPORT),-o $(REPORT))
 
-kills: $(VENV)/.dev  ## Kill runs at random moments, go on, and compare what they end with: KILLS=100 SEED=1
+kills: $(VENV)/.dev  ## Kill commands at random moments, go on, and compare what they end with: KILLS=100 SEED=1
 	$(VENV)/bin/python tests/fuzz/kills.py --kills $(KILLS) --seed $(SEED) $(if $(REPORT),-o $(REPORT))
 
 mutants: $(VENV)/.dev  ## Plant small errors in a room of the code and count those its tests notice: ROOM=tasks SAMPLE=60 SEED=1

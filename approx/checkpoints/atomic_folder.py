@@ -106,7 +106,9 @@ def refuse_unclaimed(folder: Path, kind: Kind, what: str, earlier: Callable[[Pat
             f"{folder} is a file or a link to nothing, but the place of {what}. Move it away, or choose another output.",
             Exit.REFUSED,
         )
-    if inside and not earlier(folder):
+    # A process was killed while it claimed the folder.
+    torn = inside == [CLAIM] and (folder / CLAIM).is_file() and not (folder / CLAIM).stat().st_size
+    if inside and not torn and not earlier(folder):
         raise ApproxError(
             f"{folder} exists and is not {what} of approx: it holds {_listed(inside)}, but no claim ({CLAIM}). Move it away, or "
             "choose another output.",

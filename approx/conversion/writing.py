@@ -35,6 +35,7 @@ def write_checked(
     max_length: int | None = None,
     force: bool = False,
     sealed: bool = True,
+    passed: Callable[[Path, list[Check]], None] = lambda folder, results: None,
     progress: Callable[[str], None] = lambda step: None,
 ) -> list[Check]:
     """Write a checkpoint into a new folder, which is published only if every check passes.
@@ -49,6 +50,7 @@ def write_checked(
         max_length: The tokenizer's maximum length in tokens, if the positions changed.
         force: Whether an existing `out` is replaced, once the new folder is complete.
         sealed: Whether the folder gets a manifest.
+        passed: Called with the folder and the results once every check has passed, before the folder gets its name.
         progress: Called with the name of each step.
 
     Returns:
@@ -77,6 +79,7 @@ def write_checked(
                 "for inspection.",
                 Exit.VERIFICATION,
             )
+        passed(folder, results)
     return results
 
 

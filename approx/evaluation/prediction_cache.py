@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def fingerprint(*parts: Any) -> str:
 
 
 class Ledger:
-    """The finished batches of one model on one split, one per line; a torn last line is an unfinished batch.
+    """The finished batches of one model on one split, one per line with a checksum; a damaged line is an unfinished batch.
 
     The key hashes everything the outputs depend on, so changed weights, settings, data or code use another ledger.
 
@@ -46,13 +47,13 @@ class Ledger:
         for path in sorted(self._folder.glob(f"{self._key}.*.jsonl")):
             for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
                 match _parsed(line):
-                    case [int(batch), list(predictions)]:
+                    case [int(batch), list(predictions), int(checksum)] if checksum == _checksum(batch, predictions):
                         batches[batch] = predictions
         return batches
 
     def write(self, batch: int, predictions: list[Any]) -> list[Any]:
         """Store the predictions of a batch and return them as `read` does; where they cannot be stored, say so once."""
-        line = json.dumps([batch, predictions], allow_nan=False)
+        line = json.dumps([batch, predictions, _checksum(batch, predictions)], allow_nan=False)
         path = self._folder / f"{self._key}.{self._writer}.jsonl"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -76,6 +77,10 @@ class Ledger:
                 )
             self._warned = True
         return json.loads(line)[1]
+
+
+def _checksum(batch: int, predictions: list[Any]) -> int:
+    return zlib.crc32(json.dumps([batch, predictions]).encode())
 
 
 def _parsed(line: str) -> Any:

@@ -1,8 +1,13 @@
 """Train a checkpoint into a new folder, which gets its name only after the checks."""
 
+import hashlib
+import json
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from approx.checkpoints import checkpoint
 from approx.checkpoints.atomic_folder import (
@@ -16,6 +21,7 @@ from approx.checkpoints.atomic_folder import (
 from approx.checkpoints.checkpoint import Checkpoint
 from approx.checkpoints.foreign import carried
 from approx.checkpoints.history import Training, trainings
+from approx.checkpoints.integrity import weight_files
 from approx.checkpoints.receipt import Check, Receipt, read_receipt
 from approx.conversion import checks, clean_process, layer_error, writing
 from approx.conversion.calibration_inputs import calibration_batch, calibration_length
@@ -28,6 +34,23 @@ from approx.finetuning.options import FinetuneStage
 from approx.finetuning.phase import Progress
 from approx.finetuning.preparation import prepare_training, refuse_sharding
 from approx.version import __version__
+from approx_kernels.runtime.atomic_file import write_whole
+
+_OUTCOME = "outcome.json"
+
+
+class Written(BaseModel):
+    """What a training came to, in its folder until that is removed, for the case that the process ends in between.
+
+    Attributes:
+        weights: Hashes of the weight files of its output.
+        result: What `finetune_folder` returns.
+    """
+
+    model_config = ConfigDict(strict=True)
+
+    weights: dict[str, str]
+    result: dict[str, Any]
 
 
 def finetune_folder(
@@ -71,15 +94,42 @@ def finetune_folder(
     """
     refuse_sharding()
     out = Path(out)
-    refuse_existing(out, force=force)
-    refuse_unwritable(out)
     working = working or out.with_name(f"{out.name}.training")
     refuse_unclaimed(working, "training", "a training", has_begun)
+    ended = resume and not force and (working / _OUTCOME).is_file()
+    if not ended:
+        refuse_existing(out, force=force)
+    refuse_unwritable(out)
     # Another process would continue from the same checkpoints.
     with held(working) if distributed.leads() else nullcontext():
+        written = distributed.agree(_written_before(out, working) if ended and distributed.leads() else None)
+        if written is not None:
+            return written.result
+        refuse_existing(out, force=force)
         return _finetuned(
             name, out, options, teacher, working, resume, force, revision, offline, merge_adapter, device, progress
         )
+
+
+def _written_before(out: Path, working: Path) -> Written | None:
+    """The outcome of a training that has written its output already, and was killed before it removed its folder."""
+    try:
+        found = Written.model_validate_json((working / _OUTCOME).read_bytes())
+    except (OSError, ValidationError):
+        # Most trainings end before they write anything.
+        return None
+    if not out.is_dir() or found.weights != _hashes(out):
+        return None
+    remove(working, "training")
+    return found
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    hashes = {}
+    for path in weight_files(folder):
+        with path.open("rb") as file:
+            hashes[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return hashes
 
 
 def _finetuned(
@@ -95,12 +145,21 @@ def _finetuned(
         opened.model, reader, options, folder=working, teacher=None if taught is None else taught.model,
         resume=resume, restart=force and not resume, progress=progress,
     )  # fmt: skip
+
+    def result(results: list[Check]) -> dict[str, Any]:
+        notes = [*opened.notes, *done.notes]
+        return {"output": str(out), **done.to_data(), "checks": [vars(check) for check in results], "notes": notes}
+
     results: list[Check] = []
     if distributed.leads():
-        results = _written(opened, out, options, done, taught, force=force, progress=progress)
+
+        def keep(folder: Path, results: list[Check]) -> None:
+            made = Written(weights=_hashes(folder), result=json.loads(json.dumps(result(results))))
+            write_whole(working / _OUTCOME, made.model_dump_json())
+
+        results = _written(opened, out, options, done, taught, keep, force=force, progress=progress)
         remove(working, "training")
-    notes = [*opened.notes, *done.notes]
-    return {"output": str(out), **done.to_data(), "checks": [vars(check) for check in results], "notes": notes}
+    return result(results)
 
 
 def rehearse(
@@ -181,6 +240,7 @@ def _written(
     options: FinetuneStage,
     done: Healing,
     taught: Checkpoint | None,
+    keep: Callable[[Path, list[Check]], None],
     *,
     force: bool,
     progress: Progress,
@@ -205,7 +265,7 @@ def _written(
         written["reloading in a fresh process"] = lambda folder: checks.fresh_process(folder, model)
     return writing.write_checked(
         out, opened, written, what=f"The training of {opened.source.name}", earlier=results, receipt=receipt, force=force,
-        progress=say,
+        passed=keep, progress=say,
     )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Train one mode with transformers' Trainer, with our losses, validation and order of examples."""
 
-import json
+import hashlib
 import math
 import re
 import shutil
@@ -24,6 +24,8 @@ from approx.finetuning.watch import Watch, signals
 from approx_kernels.runtime.atomic_file import write_whole
 
 _COMPLETE = "complete.json"
+# Bytes of a file that is hashed.
+_SMALL = 1_000_000
 _NUMBERED = re.compile(r"checkpoint-[0-9]{1,15}").fullmatch
 # Share of the steps for warm-up.
 _WARM_UP = 0.06
@@ -106,6 +108,12 @@ def last_complete(folder: Path) -> Path | None:
     """The latest complete checkpoint; None if there is none."""
     whole = [path for path in folder.glob("checkpoint-*") if (path / _COMPLETE).is_file() and _NUMBERED(path.name)]
     return max(whole, key=_step, default=None)
+
+
+def _hashes(checkpoint: Path) -> dict[str, str]:
+    """Hashes of the small files of a checkpoint: the state of the training, but not tensors, which may be many gigabytes."""
+    small = (path for path in checkpoint.iterdir() if path.is_file() and path.stat().st_size <= _SMALL)
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in small if path.name != _COMPLETE}
 
 
 def _step(checkpoint: Path) -> int:
@@ -209,11 +217,11 @@ class _Trainer(Trainer):
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             # Written last, so an incomplete checkpoint lacks it.
-            write_whole(folder / _COMPLETE, json.dumps(self.watch.kept()))
+            write_whole(folder / _COMPLETE, self.watch.kept(_hashes(folder)))
 
     def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
         if checkpoint is not None:
-            self.watch.take((Path(checkpoint) / _COMPLETE).read_bytes())
+            self.watch.take((Path(checkpoint) / _COMPLETE).read_bytes(), _hashes(Path(checkpoint)))
         super()._load_optimizer_and_scheduler(checkpoint)
 
     def outcome(self) -> Outcome:

@@ -17,10 +17,13 @@ from approx.finetuning.phase import Progress
 
 
 class _Kept(BaseModel):
+    """What a checkpoint keeps besides the Trainer's files; an earlier version kept no hashes."""
+
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
     seconds: float
     tokens: int
+    files: dict[str, str] = {}
 
 
 class Watch(TrainerCallback):
@@ -48,17 +51,19 @@ class Watch(TrainerCallback):
         counted = mask.sum().item() if mask is not None else 0 if main is None else main.shape[:2].numel()
         self.tokens += int(counted) // self._trainer.data.task.input_per_token * self._trainer.args.world_size
 
-    def kept(self) -> dict[str, Any]:
-        """State to store in a checkpoint."""
-        return {"seconds": self.seconds(), "tokens": self.tokens}
+    def kept(self, files: dict[str, str]) -> str:
+        """State to store in a checkpoint, with the hashes of other files in it."""
+        return _Kept(seconds=self.seconds(), tokens=self.tokens, files=files).model_dump_json()
 
-    def take(self, text: bytes) -> None:
-        """Restore the state of a checkpoint.
+    def take(self, text: bytes, files: dict[str, str]) -> None:
+        """Restore the state of a checkpoint, whose files have these hashes.
 
         Raises:
-            ValueError: if it is damaged.
+            ValueError: if it or one of the files is damaged.
         """
         kept = _Kept.model_validate_json(text)
+        if changed := [name for name, digest in kept.files.items() if files.get(name) != digest]:
+            raise ValueError(f"{', '.join(changed)} is not as it was written")
         self._before, self.tokens, self._began = kept.seconds, kept.tokens, time.monotonic()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:

@@ -69,6 +69,9 @@ def search(
         if not resume:
             remove(folder, "search")
             claim(folder, "search", "a search")
+        for leftover in folder.rglob(".*.tmp"):
+            # Killed processes leave these files, and the whole folder is ours.
+            leftover.unlink(missing_ok=True)
         try:
             found = running.run()
         finally:
@@ -79,7 +82,8 @@ def search(
         usable = found.feasible or found.interrupted
         for file, wanted in ((plan, usable), (folder / BEST, not usable)):
             if file is not None and wanted and found.plan is not None:
-                write_whole(file, found.to_yaml())
+                # A process that is killed here leaves nothing beside the plan.
+                write_whole(file, found.to_yaml(), within=folder)
             elif file is not None:
                 # A plan of an earlier search is not what this one found.
                 file.unlink(missing_ok=True)

@@ -137,7 +137,7 @@ class Study:
         about = (*self._about, code(("finetuning",)))
         key = stage_key("heal", *about, source and source.key, options, digest_of(training), place and place.name)
         folder = place or self.out / "healed" / key[:16]
-        make = partial(self._heal, training, label, source, folder, self.out / "training" / key[:16], place is not None)
+        make = partial(self._heal, training, label, source, folder, self.out / "training" / key[:16])
         inputs = () if source is None else (source,)
         return Stage(f"heal {label}", key, make, inputs, product=folder, noun="training")
 
@@ -176,15 +176,16 @@ class Study:
         self._progress(f"convert to {label}", 1, 1)
 
     def _heal(
-        self, training: FinetuneStage, label: str, source: Stage | None, folder: Path, working: Path, replace: bool
+        self, training: FinetuneStage, label: str, source: Stage | None, folder: Path, working: Path
     ) -> dict[str, Any]:
         start = self.checkpoint if source is None else str(source.product)
         where = self._where if source is None else {}
         # Trained weights are no longer the base's, so they cannot teach.
         retrained = source is not None and source.noun == "training" and "distill" in (training.recover or [])
         try:
+            # A killed process may have written the folder, but not this stage.
             done = finetune_folder(
-                start, folder, training, teacher=self.checkpoint if retrained else None, working=working, resume=(working / "training.json").is_file(), force=replace,
+                start, folder, training, teacher=self.checkpoint if retrained else None, working=working, resume=(working / "training.json").is_file(), force=True,
                 device=choose_device(self.asked.device), **where,
                 progress=lambda what, *more: self._progress(f"heal {label}: {what}", *more),
             )  # fmt: skip

@@ -23,7 +23,7 @@ from approx.measuring.measure import Progress, silent
 from approx.pipeline.executors import Executor
 from approx_kernels.runtime.atomic_file import write_whole
 
-SCHEMA = 2
+SCHEMA = 3
 Outcome = dict[str, Any]
 _KEYS = {"schema", "key", "name", "status", "result", "product", "error", "exit_code"}
 
@@ -97,7 +97,8 @@ class Store:
         outcome |= {"product": _hash(stage.product), "error": None, "exit_code": 0, **more}
         try:
             if stage.kept:
-                write_whole(self._file(stage), json.dumps(outcome, allow_nan=False))
+                text = json.dumps(outcome, allow_nan=False)
+                write_whole(self._file(stage), json.dumps({**outcome, "sha256": fingerprint(json.loads(text))}))
         except (TypeError, ValueError) as error:
             raise ApproxError(f"The result of '{stage.name}' cannot be stored: {error}.", Exit.INTERNAL) from None
         return outcome
@@ -117,10 +118,13 @@ class Store:
 def _outcome(file: Path) -> Outcome | None:
     try:
         outcome = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(outcome, dict) or not outcome.keys() >= _KEYS or outcome["status"] not in ("done", "failed"):
+            return None
+        # An earlier version, whose outcomes are only recognised, kept no hash.
+        known = outcome.pop("sha256", None)
+        return outcome if outcome["schema"] != SCHEMA or known == fingerprint(outcome) else None
     except (OSError, ValueError, RecursionError):
         return None
-    whole = isinstance(outcome, dict) and outcome.keys() >= _KEYS and outcome["status"] in ("done", "failed")
-    return outcome if whole else None
 
 
 def complete(

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from approx.conversion.calibration import evaluating
 from approx.errors import ApproxError, Exit
+from approx.evaluation.prediction_cache import fingerprint
 from approx.planning.anatomy import Anatomy
 from approx.seam.observe import Call, observe
 from approx.searching.divergence import surrogate
@@ -92,7 +93,8 @@ def of_heads(products: NDArray[np.float64], count: int | None) -> tuple[float, l
 def save(path: Path, about: str, found: Damages) -> None:
     """Write sensitivities as JSON; `about` identifies the model, the candidates and the examples."""
     data = {name: [None if one is None else one.tolist() for one in sites] for name, sites in found.items()}
-    write_whole(path, json.dumps({"schema": _SCHEMA, "about": about, "damages": data}))
+    made = {"schema": _SCHEMA, "about": about, "damages": data, "sha256": fingerprint(data)}
+    write_whole(path, json.dumps(made))
 
 
 def load(path: Path, about: str) -> Damages:
@@ -108,9 +110,12 @@ def load(path: Path, about: str) -> Damages:
             for name, sites in data["damages"].items()
         }
         known = data["about"]
+        # An earlier version kept no hash.
+        if data.get("sha256") not in (None, fingerprint(data["damages"])):
+            raise ValueError("its damages are not those that were measured")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ApproxError(
-            f"{path} holds no sensitivities of a search: {error}. Leave it out, and they are measured.",
+            f"{path} holds no sensitivities of a search: {' '.join(str(error).split())[:200]}. Leave it out, and they are measured.",
             Exit.UNAVAILABLE,
         ) from None
     if known != about:

@@ -6,7 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -23,6 +23,7 @@ from approx.finetuning.trainer import train
 from approx.searching.composition import Composer
 from approx.searching.judging import Judge
 from approx.text_file import read_text
+from approx_kernels.runtime.atomic_file import atomic_file
 
 _STEPS, _BATCH, _RATE = 100, 8, 1e-2
 _HELD_OUT = 0.1
@@ -30,7 +31,9 @@ _HELD_OUT = 0.1
 Advance = Callable[[int, int], None]
 
 
-def fit(composer: Composer, judge: Judge, running: dict[str, Any], file: Path, seed: int, advance: Advance) -> None:
+def fit(
+    composer: Composer, judge: Judge, running: dict[str, Any], file: Path, about: str, seed: int, advance: Advance
+) -> None:
     """Fit the mechanisms of uniform models in place, and keep their state for every mix.
 
     Args:
@@ -38,11 +41,15 @@ def fit(composer: Composer, judge: Judge, running: dict[str, Any], file: Path, s
         judge: Its examples for comparing plans are what the mechanisms are fitted on.
         running: Name of a candidate -> a model with it at every site.
         file: Keeps the state; read instead of fitting if it exists.
+        about: Hash of everything that the state depends on.
         seed: Seed of the order of examples.
         advance: Called with steps done and in all.
+
+    Raises:
+        ApproxError: if the file is damaged, or its state was fitted for something else.
     """
     fitted = {name: model for name, model in running.items() if own_parameters(model)}
-    kept = _read(file) if file.is_file() else {}
+    kept = _read(file, about) if file.is_file() else {}
     for number, (name, model) in enumerate(fitted.items()):
         sites = {site.layer: model.base_model.get_submodule(site.path) for site in composer.anatomy.sites}
         mechanisms = {layer: one.mechanism for layer, one in sites.items() if hasattr(one, "mechanism")}
@@ -64,21 +71,29 @@ def fit(composer: Composer, judge: Judge, running: dict[str, Any], file: Path, s
                 key: value.detach().clone() for key, value in mechanism.state_dict().items()
             }
     if fitted and not kept:
-        file.parent.mkdir(parents=True, exist_ok=True)
         state = {
             f"{name}/{layer}/{key}": value
             for (layer, name), values in composer.fitted.items()
             for key, value in values.items()
         }
-        save_file(state, file.with_suffix(".tmp"))
-        file.with_suffix(".tmp").replace(file)
+        with atomic_file(file) as temporary:
+            save_file(state, temporary, {"about": about})
 
 
-def _read(file: Path) -> dict[str, Tensor]:
+def _read(file: Path, about: str) -> dict[str, Tensor]:
     try:
-        return load_file(file)
+        with safe_open(file, "pt") as opened:
+            known = (opened.metadata() or {}).get("about")
+        state = load_file(file)
     except (OSError, SafetensorError) as error:
         raise _damaged(file, error) from None
+    if known != about:
+        raise ApproxError(
+            f"{file} was fitted for another model, other candidates or other examples. Delete it, and the mechanisms are fitted again, or "
+            "start over with --force.",
+            Exit.REFUSED,
+        )
+    return state
 
 
 def _damaged(file: Path, error: Exception) -> ApproxError:

@@ -109,7 +109,7 @@ class Search:
             running = {one.name: self.composer.make(self.composer.everywhere(one)).model for one in whole}
         if self.stage.heal:
             fitting.fit(
-                self.composer, self.judge, running, self.folder / FITTED, self.seed,
+                self.composer, self.judge, running, self.folder / FITTED, self.about, self.seed,
                 lambda done, total: self.progress("fit the mechanisms", done, total),
             )  # fmt: skip
         found = self.known or damage.measure(

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from scipy import stats
 
 from approx.errors import ApproxError, Exit, shown
+from approx.evaluation.prediction_cache import fingerprint
 from approx.measuring.measure import Progress
 from approx.searching.assignment import Choices
 from approx.searching.candidates import Candidate
@@ -26,12 +27,13 @@ MOST = 30
 
 
 class _Kept(BaseModel):
-    """The file of measured plans: each with its divergence, loss and standard error."""
+    """The file of measured plans: each with its divergence, loss and standard error. An earlier version kept no hash of them."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
     about: str
     plans: list[tuple[tuple[int, ...], tuple[float, float | None, float | None]]]
+    sha256: str | None = None
 
 
 class Trials:
@@ -165,13 +167,15 @@ class Trials:
         try:
             kept = _Kept.model_validate_json(self._file.read_bytes())
         except ValidationError as error:
-            raise self._damaged(first_mistake(error)) from None
+            raise self._damaged(" ".join(first_mistake(error).split())) from None
         if kept.about != self._about:
             raise ApproxError(
                 f"{self._file.parent} holds a search of another model, other candidates or other examples. Choose another output, "
                 "or start over with --force.",
                 Exit.REFUSED,
             )
+        if kept.sha256 not in (None, fingerprint(kept.plans)):
+            raise self._damaged("its plans are not those that were measured")
         sites, last = len(self.composer.anatomy.sites), len(self.candidates)
         if wrong := next(
             (plan for plan, _ in kept.plans if len(plan) != sites or not all(0 <= n <= last for n in plan)), None
@@ -189,4 +193,4 @@ class Trials:
     def _keep(self) -> None:
         plans = [(plan, (one.divergence, one.loss, one.error)) for plan, one in self.measured.items()]
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(self._file, json.dumps({"about": self._about, "plans": plans}))
+        write_whole(self._file, json.dumps({"about": self._about, "plans": plans, "sha256": fingerprint(plans)}))

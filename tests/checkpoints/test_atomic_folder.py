@@ -319,7 +319,7 @@ def test_keeps_a_folder_whose_claim_is_about_another(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "null", "[]", "{}", "3", "[" * 10_000, '{"approx": 1}', '{"approx": true, "kind": "x"}', "\0\xff"]
+    "text", ["null", "[]", "{}", "3", "[" * 10_000, '{"approx": 1}', '{"approx": true, "kind": "x"}', "\0\xff"]
 )
 def test_a_damaged_claim_claims_nothing(text, tmp_path):
     place = tmp_path / "out.training"
@@ -331,6 +331,18 @@ def test_a_damaged_claim_claims_nothing(text, tmp_path):
         claim(place, "training", "a training")
     assert caught.value.exit_code == Exit.REFUSED
     assert (place / CLAIM).read_text() == text
+
+
+def test_claims_a_folder_again_after_a_kill_in_the_middle_of_its_claim(tmp_path):
+    (tmp_path / CLAIM).touch()
+    claim(tmp_path, "training", "a training")
+    assert claimed(tmp_path) is not None
+    # With anything else beside the empty claim it is the user's.
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / CLAIM).touch()
+    (tmp_path / "mine" / "notes.txt").touch()
+    with pytest.raises(ApproxError, match=r"holds \.approx-claim\.json, notes\.txt"):
+        claim(tmp_path / "mine", "training", "a training")
 
 
 def test_removes_only_what_is_claimed_for_the_purpose(tmp_path):

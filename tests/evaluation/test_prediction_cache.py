@@ -122,7 +122,42 @@ def test_a_torn_line_is_a_batch_not_finished(tmp_path):
     assert ledger.write(1, [2.25]) == [2.25]
     assert ledger.write(2, []) == []
     assert ledger.read() == {0: [1.5], 1: [2.25], 2: []}
-    assert path.read_text().splitlines() == ["[0, [1.5]]", "[1, [2.", "[1, [2.25]]", "[2, []]"]
+    assert [line.rpartition(",")[0] for line in path.read_text().splitlines()] == [
+        "[0, [1.5]", "[1", "[1, [2.25]", "[2, []]"[:-1],
+    ]  # fmt: skip
+
+
+DAMAGES = {
+    "another figure": ("0.5", "0.7"),
+    "another type": ("0.5", '"x"'),
+    "half of a surrogate pair": ("0.5", '"\\ud800"'),
+    "one more": ("[0.5", "[0.5, 0.5"),
+    "another batch": ("[3,", "[4,"),
+    "no list": ("[0.5]", "0.5"),
+    "a foreign field": ("]\n", ", 1]\n"),
+    "not a number": ("0.5", "NaN"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_line_is_a_batch_not_finished(damage, tmp_path):
+    ledger = Ledger(tmp_path, "abc")
+    ledger.write(3, [0.5])
+    (path,) = tmp_path.rglob("*.jsonl")
+    text = path.read_text().replace(*DAMAGES[damage])
+    assert text != path.read_text()
+    path.write_text(text)
+    assert ledger.read() == {}
+    ledger.write(3, [0.5])
+    assert ledger.read() == {3: [0.5]}
+
+
+def test_a_line_of_an_earlier_version_is_a_batch_not_finished(tmp_path):
+    ledger = Ledger(tmp_path, "abc")
+    ledger.write(3, [0.5])
+    (path,) = tmp_path.rglob("*.jsonl")
+    path.write_text("[3, [0.5]]\n")
+    assert ledger.read() == {}
 
 
 def test_numbers_come_back_as_they_were(tmp_path):

@@ -17,6 +17,7 @@ from approx.checkpoints.history import history, trainings
 from approx.checkpoints.receipt import read_receipt
 from approx.conversion.convert import convert, revert
 from approx.errors import ApproxError, Exit
+from approx.finetuning import folder
 from approx.finetuning.folder import finetune_folder, rehearse
 from approx.finetuning.options import FinetuneStage
 from approx.finetuning.trainer import Interrupted
@@ -134,6 +135,36 @@ def test_an_interrupted_training_is_kept_beside_and_resumed(study, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["healed", "whole"]
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("healed", "whole")]
     assert weights[0] == weights[1]
+
+
+def test_a_training_killed_after_its_last_step_is_resumed_to_what_it_wrote(study, tmp_path, monkeypatch):
+    options = options_of(study, recover=["task"])
+
+    class Killed(BaseException):
+        pass
+
+    def die(*args: Any) -> None:
+        raise Killed
+
+    monkeypatch.setattr(folder, "remove", die)
+    with pytest.raises(Killed):
+        finetune_folder(study / "converted", tmp_path / "healed", options)
+    monkeypatch.undo()
+    before = (tmp_path / "healed" / "model.safetensors").read_bytes()
+    # Another output of that name is neither replaced nor taken for this training's.
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    shutil.rmtree(tmp_path / "copy" / "healed")
+    shutil.copytree(study / "converted", tmp_path / "copy" / "healed")
+    with pytest.raises(ApproxError, match="exists already") as caught:
+        finetune_folder(study / "converted", tmp_path / "copy" / "healed", options, resume=True)
+    assert caught.value.exit_code == Exit.REFUSED
+    assert (tmp_path / "copy" / "healed.training").is_dir()
+    shutil.rmtree(tmp_path / "copy")
+    done = finetune_folder(study / "converted", tmp_path / "healed", options, resume=True)
+    assert [phase["mode"] for phase in done["phases"]] == ["task"]
+    assert all(check["passed"] is not False for check in done["checks"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["healed"]
+    assert (tmp_path / "healed" / "model.safetensors").read_bytes() == before
 
 
 def test_a_mistake_beside_force_costs_no_unfinished_training(study, tmp_path):

@@ -1,6 +1,7 @@
 """One mode: rates, decay, penalties, counts, what the Trainer leaves behind, and a loss that nothing changes."""
 
 import copy
+import json
 import math
 import signal
 from dataclasses import replace
@@ -221,12 +222,12 @@ def test_tokens_and_time_are_counted_and_survive_an_interruption(trainer, monkey
     assert watch.tokens == 13
     watch.count({})
     assert watch.tokens == 13
-    watch.take(b'{"seconds": 40.0, "tokens": 7}')
+    watch.take(b'{"seconds": 40.0, "tokens": 7}', {})
     assert watch.tokens == 7
     assert 40.0 <= watch.seconds() < 45.0
     assert watch.share_of_time() == pytest.approx(0.4, abs=0.05)
-    assert watch.kept()["tokens"] == 7
-    assert 40.0 <= watch.kept()["seconds"] < 45.0
+    assert json.loads(watch.kept({}))["tokens"] == 7
+    assert 40.0 <= json.loads(watch.kept({}))["seconds"] < 45.0
     assert trainer(seconds=None).watch.share_of_time() == 0.0
 
 

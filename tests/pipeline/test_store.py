@@ -52,11 +52,31 @@ def test_a_finished_stage_is_read_and_not_computed_again(store, stage, made):
     assert store.state(replace(one, key="another")) == "missing"
 
 
-@pytest.mark.parametrize("damage", [b"", b"{", b"\xff", b"[]", b'{"schema": 2, "key": "another"}'])
+DAMAGES = {
+    "empty": lambda text: b"",
+    "half": lambda text: text[: len(text) // 2],
+    "not text": lambda text: b"\xff" + text,
+    "a list": lambda text: b"[]",
+    "too deep": lambda text: b"[" * 100_000,
+    "another stage": lambda text: text.replace(b"key-one", b"key-two"),
+    "another figure": lambda text: text.replace(b"0.5", b"0.7"),
+    "a result of another type": lambda text: text.replace(b'{"score": 0.5}', b"3"),
+    "half of a surrogate pair": lambda text: text.replace(b"0.5", b'"\\ud800"'),
+    "a status of another type": lambda text: text.replace(b'"done"', b"[]"),
+    "another exit code": lambda text: text.replace(b'"exit_code": 0', b'"exit_code": "x"'),
+    "a foreign field": lambda text: b'{"more": 1, ' + text[1:],
+    "without its hash": lambda text: text[: text.index(b', "sha256"')] + b"}",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_outcome_is_an_unfinished_stage(store, stage, made, damage):
-    one = stage("one")
+    one = stage("one", result={"score": 0.5})
     done(one, store=store)
-    (store.folder / "key-one.json").write_bytes(damage)
+    file = store.folder / "key-one.json"
+    text = DAMAGES[damage](file.read_bytes())
+    assert text != file.read_bytes()
+    file.write_bytes(text)
     assert (store.read(one), store.state(one)) == (None, "missing")
     done(one, store=store)
     assert made == ["one", "one"]

@@ -122,14 +122,26 @@ def test_sensitivities_are_read_back_for_the_same_search_only(tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    [None, "", "[]", "{}", '{"damages": {}}', '{"damages": [], "about": "a"}', '{"damages": {"a": 1}, "about": "a"}'],
+    [
+        None,
+        "",
+        "[]",
+        "{}",
+        '{"damages": {}}',
+        '{"damages": [], "about": "a"}',
+        '{"damages": {"a": 1}, "about": "a"}',
+        '{"damages": {"a": [[["x"]]]}, "about": "a"}',
+        '{"damages": {"a": [[[0.5]]]}, "about": "a", "sha256": "of others"}',
+        '{"damages": {"a": [[[0.5]]',
+        "[" * 100_000,
+    ],
 )
 def test_a_file_without_sensitivities_is_refused(tmp_path, text):
     if text is not None:
         (tmp_path / "s.json").write_text(text, encoding="utf-8")
     with pytest.raises(ApproxError, match=r"holds no sensitivities of a search.*Leave it out") as caught:
         load(tmp_path / "s.json", "a")
-    assert caught.value.exit_code == Exit.UNAVAILABLE
+    assert (caught.value.exit_code, len(str(caught.value).splitlines())) == (Exit.UNAVAILABLE, 1)
 
 
 def test_the_error_of_a_head_is_charged_to_that_head(base, facts, text):

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 
 from approx.conversion.calibration import mechanisms
+from approx.errors import ApproxError, Exit
 from approx.planning.rule import Rule
 from approx.searching import fitting
 from approx.searching.candidates import Candidate
@@ -53,7 +54,7 @@ def test_mechanisms_come_nearer_and_are_read_back_by_the_next_search(judge, base
         composer = Composer(base, facts)
         running = {one.name: composer.make(composer.everywhere(one)).model for one in (CANDIDATES[0], HEDGEHOG)}
         before = judge.measure(running[HEDGEHOG.name], judge.search).divergence
-        fit(composer, judge, running, file, 0, lambda *words: said.append(words))
+        fit(composer, judge, running, file, "about", 0, lambda *words: said.append(words))
         return composer, running[HEDGEHOG.name], before
 
     file = tmp_path / "out" / "fitted.safetensors"
@@ -75,9 +76,37 @@ def test_mechanisms_come_nearer_and_are_read_back_by_the_next_search(judge, base
             assert torch.equal(mechanisms(other)[layer].state_dict()[name], value)
 
 
+def test_rejects_a_damaged_file_of_fitted_mechanisms_and_that_of_another_search(judge, base, facts, tmp_path):
+    file, site = tmp_path / "fitted.safetensors", f"{HEDGEHOG.name}/0/"
+    composer = Composer(base, facts)
+    running = {HEDGEHOG.name: composer.make(composer.everywhere(HEDGEHOG)).model}
+    state = {
+        f"{HEDGEHOG.name}/{layer}/{key}": value.clone()
+        for layer, one in mechanisms(running[HEDGEHOG.name]).items() for key, value in one.state_dict().items()
+    }  # fmt: skip
+    whole = save(state, {"about": "a"})
+    wrong_shape = {key: value[:1].clone() if key.startswith(site) else value for key, value in state.items()}
+    damages = {
+        "empty": b"", "half": whole[: len(whole) // 2], "not safetensors": b"{}" * 100,
+        "a layer is missing": save({key: value for key, value in state.items() if not key.startswith(site)}, {"about": "a"}),
+        "another shape": save(wrong_shape, {"about": "a"}),
+    }  # fmt: skip
+    for name, content in damages.items():
+        file.write_bytes(content)
+        with pytest.raises(ApproxError, match=r"fitted\.safetensors is damaged: .*Delete it") as caught:
+            fit(Composer(base, facts), judge, running, file, "a", 0, lambda *words: None)
+        assert (caught.value.exit_code, len(str(caught.value).splitlines())) == (Exit.UNAVAILABLE, 1), name
+        assert file.read_bytes() == content
+    for content in (save(state, {"about": "b"}), save(state)):
+        file.write_bytes(content)
+        with pytest.raises(ApproxError, match="was fitted for another model") as caught:
+            fit(Composer(base, facts), judge, running, file, "a", 0, lambda *words: None)
+        assert caught.value.exit_code == Exit.REFUSED
+
+
 def test_without_parameters_nothing_is_fitted(judge, base, facts, tmp_path):
     composer = Composer(base, facts)
     running = {CANDIDATES[0].name: composer.make(composer.everywhere(CANDIDATES[0])).model}
-    fit(composer, judge, running, tmp_path / "fitted.safetensors", 0, lambda *words: None)
+    fit(composer, judge, running, tmp_path / "fitted.safetensors", "about", 0, lambda *words: None)
     assert composer.fitted == {}
     assert not list(tmp_path.iterdir())

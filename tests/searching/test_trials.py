@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from approx.errors import ApproxError, Exit
+from approx.evaluation.prediction_cache import fingerprint
 from approx.searching.composition import Composer
 from approx.searching.cost import Costs
 from approx.searching.judging import Judge, Measured
@@ -136,3 +137,39 @@ def test_the_file_holds_every_plan_with_its_figures(make, tmp_path):
     assert data["about"] == "a"
     assert [plan for plan, _ in data["plans"]] == [[3, 3, 3], [1, 1, 1]]
     assert data["plans"][0][1] == [0.0, None, None]
+
+
+PLANS = [[[3, 3, 3], [0.0, None, None]], [[1, 1, 1], [0.25, None, None]]]
+DAMAGED = {
+    "empty": b"",
+    "half": b'{"about": "a", "plans": [[[3,',
+    "a list": b"[]",
+    "no plans": b'{"about": "a"}',
+    "plans of another type": b'{"about": "a", "plans": {}}',
+    "a figure of another type": b'{"about": "a", "plans": [[[3, 3, 3], ["0", null, null]]]}',
+    "not a number": b'{"about": "a", "plans": [[[3, 3, 3], [NaN, null, null]]]}',
+    "an endless loss": b'{"about": "a", "plans": [[[3, 3, 3], [1e999, null, null]]]}',
+    "a plan of another length": b'{"about": "a", "plans": [[[3, 3], [0, null, null]]]}',
+    "no such candidate": b'{"about": "a", "plans": [[[3, 3, 4], [0, null, null]]]}',
+    "half of a surrogate pair": b'{"about": "\\ud800", "plans": []}',
+    "another figure": json.dumps({"about": "a", "plans": PLANS[:1], "sha256": fingerprint(PLANS)}).encode(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_rejects_a_damaged_file_of_plans(damage, make, tmp_path):
+    file = tmp_path / "out" / "measured.json"
+    file.parent.mkdir()
+    file.write_bytes(DAMAGED[damage])
+    with pytest.raises(ApproxError, match=r"measured\.json is damaged: .*Delete it") as caught:
+        make().remember()
+    assert (caught.value.exit_code, len(str(caught.value).splitlines())) == (Exit.UNAVAILABLE, 1)
+    assert file.read_bytes() == DAMAGED[damage]
+
+
+def test_reads_the_plans_of_an_earlier_version_and_ignores_fields_of_a_later_one(make, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "measured.json").write_text(json.dumps({"about": "a", "plans": PLANS, "more": 1}), "utf-8")
+    made = make()
+    made.remember()
+    assert made.divergences == {(3, 3, 3): 0.0, (1, 1, 1): 0.25}

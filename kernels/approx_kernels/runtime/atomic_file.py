@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def atomic_file(path: Path) -> Iterator[Path]:
+def atomic_file(path: Path, *, within: Path | None = None) -> Iterator[Path]:
     """Yield a temporary path to write to; on success that file replaces `path` atomically.
 
     On any error `path` is unchanged and the temporary file is removed. Killed
@@ -16,13 +16,14 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
     Args:
         path: The file; its folder is created.
+        within: Folder for the temporary file, on the same file system; by default that of the file.
 
     Raises:
         OSError: if the file cannot be written; it names the file.
     """
     # In the same folder, since a rename is atomic only within one file system; with a unique name, since processes on
     # several machines may write the same file.
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    temporary = (within or path.parent) / f".{path.name}.{uuid.uuid4().hex}.tmp"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
@@ -39,11 +40,11 @@ def atomic_file(path: Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file atomically; text in UTF-8, with unchanged line endings.
+def write_whole(path: Path, content: str | bytes, *, within: Path | None = None) -> None:
+    """Write a file atomically; text in UTF-8, with unchanged line endings. `within` is that of `atomic_file`.
 
     Raises:
         OSError: if the file cannot be written.
     """
-    with atomic_file(path) as temporary:
+    with atomic_file(path, within=within) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)

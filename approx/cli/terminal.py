@@ -106,6 +106,9 @@ class Terminal:
             def advance(stage: str, done: int, total: int) -> None:
                 name = stage.split(" ")[0]
                 if name not in tasks:
+                    for earlier in bars.tasks:
+                        # Stages follow each other; not every one says that it is done.
+                        bars.update(earlier.id, completed=earlier.total)
                     tasks[name] = bars.add_task(stage, total=max(total, 1))
                 bars.update(tasks[name], description=stage, completed=done, total=max(total, 1))
 

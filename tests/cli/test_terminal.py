@@ -63,6 +63,17 @@ def test_a_stage_without_progress_has_no_estimate():
     assert set(notes) == {"still working"}
 
 
+def test_a_stage_is_shown_as_done_when_the_next_one_begins():
+    terminal, shown = Terminal(), io.StringIO()
+    terminal.err = Console(file=shown, force_terminal=True, width=100)
+    with terminal.progress() as advance:
+        advance("read the data", 0, 1)
+        advance("train", 1, 4)
+    last = shown.getvalue().rpartition("read the data")[2]
+    assert "1/1" in last
+    assert "1/4" in last
+
+
 def printed(made: Table, width: int) -> list[str]:
     console = Console(width=width, file=io.StringIO(), soft_wrap=True)
     console.print(made)

@@ -82,7 +82,7 @@ def test_rejects_a_damaged_file_of_fitted_mechanisms_and_that_of_another_search(
     running = {HEDGEHOG.name: composer.make(composer.everywhere(HEDGEHOG)).model}
     state = {
         f"{HEDGEHOG.name}/{layer}/{key}": value.clone()
-        for layer, one in mechanisms(running[HEDGEHOG.name]).items() for key, value in one.state_dict().items()
+        for layer, one in enumerate(mechanisms(running[HEDGEHOG.name])) for key, value in one.state_dict().items()
     }  # fmt: skip
     whole = save(state, {"about": "a"})
     wrong_shape = {key: value[:1].clone() if key.startswith(site) else value for key, value in state.items()}

@@ -132,9 +132,11 @@ def told(mistakes: Iterable[Mistake], source: str, document: Document | None = N
 
 
 def first_mistake(error: ValidationError) -> str:
-    """The first mistake in a file that a program wrote, with its place: `plans.0: Input should be a valid list`."""
+    """The first mistake in a file that a program wrote, in one line with its place: `plans.0: Input should be a valid list`."""
     first = error.errors(include_url=False)[0]
-    return ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
+    text = ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
+    # Keys of a damaged file are part of its place.
+    return " ".join(text.split())[:200]
 
 
 def named(root: str, path: Path) -> str:

@@ -347,8 +347,7 @@ def _read(file: Path, text: bytes) -> Begun:
 
 
 def _damaged(file: Path, error: Exception) -> ApproxError:
-    reason = first_mistake(error) if isinstance(error, ValidationError) else str(error)
-    reason = " ".join(reason.split())[:200]
+    reason = first_mistake(error) if isinstance(error, ValidationError) else " ".join(str(error).split())[:200]
     return ApproxError(
         f"{file} is damaged: {reason}. The training cannot go on from there; start over with --force instead of --resume.",
         Exit.UNAVAILABLE,

@@ -167,7 +167,7 @@ class Trials:
         try:
             kept = _Kept.model_validate_json(self._file.read_bytes())
         except ValidationError as error:
-            raise self._damaged(" ".join(first_mistake(error).split())) from None
+            raise self._damaged(first_mistake(error)) from None
         if kept.about != self._about:
             raise ApproxError(
                 f"{self._file.parent} holds a search of another model, other candidates or other examples. Choose another output, "

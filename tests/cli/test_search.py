@@ -145,8 +145,11 @@ def test_ctrl_c_leaves_the_best_plan_so_far_and_resume_goes_on(tmp_path):
     out, _ = running.communicate(timeout=300)
     assert running.returncode == Exit.INTERRUPTED, out
     assert "not proven" in plan.read_text()
+    # As a process leaves it that was killed while it wrote.
+    (tmp_path / "plan-search" / ".measured.json.0a1b.tmp").write_text('{"about"')
     answer = call(*words, "--resume", "--json", "-q")
     assert answer.code == Exit.OK, answer.err
+    assert not list(tmp_path.rglob("*.tmp"))
     assert "not proven" not in plan.read_text()
     assert answer.json["feasible"]
 

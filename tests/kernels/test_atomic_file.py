@@ -47,3 +47,12 @@ def test_keeps_files_whose_names_look_temporary(tmp_path):
         os.utime(tmp_path / name, (0, 0))
     write_whole(tmp_path / "a", "")
     assert {file.name for file in tmp_path.iterdir()} == {"a", *names}
+
+
+def test_a_temporary_file_is_made_in_another_folder_on_request(tmp_path):
+    (tmp_path / "ours").mkdir()
+    with atomic_file(tmp_path / "plan.yaml", within=tmp_path / "ours") as temporary:
+        temporary.write_text("x")
+        assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+    assert (tmp_path / "plan.yaml").read_text() == "x"
+    assert not any((tmp_path / "ours").iterdir())

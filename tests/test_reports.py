@@ -136,7 +136,9 @@ def test_a_table_fails_where_its_record_is_older_than_its_verdicts(tmp_path, mon
     monkeypatch.setattr(sources, "OLDER", listed)
     listed.write_text("")
     shutil.copy(ROOT / "reports" / "records" / "heal-gpt2.json", tmp_path)
-    with pytest.raises(ApproxError, match=r"'heal-gpt2' is older than chance, .*, which its table needs. Make it again"):
+    with pytest.raises(
+        ApproxError, match=r"'heal-gpt2' is older than chance, .*, which its table needs. Make it again"
+    ):
         sources.opened(tmp_path, "heal-gpt2")
     fields = ["rare", "pairs", "chance", "grouped_by", "windows"]
     listed.write_text(f"[heal-gpt2]\nlacks = {json.dumps(fields)}\n")

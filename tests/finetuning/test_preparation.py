@@ -210,13 +210,14 @@ def test_processes_share_the_held_out_batches_and_weigh_them_by_their_inputs(dat
     phase = replace(made.phases[0], mode="transfer", batch_size=3)
     whole = known(measure_of(phase, made, model).value)()
     parts: list[tuple[float, int]] = []
+    values = []
     for rank in (0, 1):
         monkeypatch.setattr("approx.evaluation.distributed.place", lambda rank=rank: (rank, 2))
         monkeypatch.setattr("approx.evaluation.distributed.gather", lambda part: parts.append(part) or parts)
-        last = known(measure_of(phase, made, model).value)()
+        values.append(known(measure_of(phase, made, model).value)())
     # Batches of 3, 3 and 2 inputs, dealt in turn.
     assert [count for _, count in parts] == [5, 3]
-    assert last == pytest.approx(whole, rel=1e-6)
+    assert values[-1] == pytest.approx(whole, rel=1e-6)
 
 
 def test_the_metric_is_that_of_the_held_out_examples(data):

@@ -3,6 +3,7 @@
 import copy
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,25 +53,29 @@ def test_weights_and_adapters_with_their_strength_decide_the_hash(monkeypatch):
     peft = pytest.importorskip("peft")
     # Adapters of an older version than transformers asks for do here too.
     monkeypatch.setattr("transformers.integrations.peft.check_peft_version", lambda **least: None)
+
+    def lora(alpha: int) -> Any:
+        return peft.LoraConfig(r=2, lora_alpha=alpha, target_modules=["query"], init_lora_weights=False)
+
     torch.manual_seed(0)
-    model = tiny_model(2)
+    model: Any = tiny_model(2)
     other = copy.deepcopy(model)
     with torch.no_grad():
         other.classifier.bias.add_(1e-3)
     hashes = [in_memory(one, None, reads=False).weights_sha256 for one in (model, copy.deepcopy(model), other)]
     assert hashes[0] == hashes[1] != hashes[2]
     identities = [identity(in_memory(one, None, reads=False)) for one in (model, other)]
+    one = model
     for alpha in (8, 8, 16):
         one = copy.deepcopy(model)
         torch.manual_seed(1)
-        config = peft.LoraConfig(r=2, lora_alpha=alpha, target_modules=["query"], init_lora_weights=False)
-        one.add_adapter(config, adapter_name="first")
+        one.add_adapter(lora(alpha), adapter_name="first")
         hashes.append(in_memory(one, None, reads=False).weights_sha256)
         identities.append(identity(in_memory(one, None, reads=False)))
     assert hashes[3] == hashes[4]
     assert len(set(hashes)) == 4
     assert len(set(identities)) == 4
-    one.add_adapter(config, adapter_name="second")
+    one.add_adapter(lora(16), adapter_name="second")
     acting = []
     for name in ("first", "second"):
         one.set_adapter(name)

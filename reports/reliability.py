@@ -23,7 +23,10 @@ def page(fuzz: dict[str, Any], kills: dict[str, Any], big: dict[str, Any], push:
     failures = [f"- {where}: {count}" for where, count in fuzz["failures"].items()] or ["None."]
     times = "time" if kills["kills"] == 1 else "times"
     fixed = [f"| {kind} | {count} |" for kind, count in fuzz["fixed"].items()]
-    reached = [f"| {moment} | {count} |" for moment, count in kills["reached"].items()]
+    reached = [
+        f"| `{name}` | {one['kills']} | {one['completed']} | {', '.join(f'{what} {n}' for what, n in one['reached'].items() if n)} |"
+        for name, one in kills["commands"].items()
+    ]
     return "\n".join(
         [
             "# Damaged files, killed runs, large checkpoints",
@@ -47,11 +50,13 @@ def page(fuzz: dict[str, Any], kills: dict[str, Any], big: dict[str, Any], push:
             "|---|--:|",
             *fixed,
             "",
-            f"`make kills KILLS={kills['kills']} SEED={kills['seed']}` killed `approx run` {kills['kills']} {times} at random moments and went "
-            f"on with `--resume`. All {kills['completed']} runs ended with the record of a run that was not disturbed. Where the kills came:",
+            f"`make kills KILLS={kills['kills']} SEED={kills['seed']}` killed commands {kills['kills']} {times} at random moments and went on: "
+            "with `--resume`, or with the same words where a command has no such option. "
+            f"All {kills['completed']} ended with what a command that nobody disturbed ends with, left nothing else behind, and changed no "
+            "file of their neighbours. The last column says how far the commands had come when they were killed.",
             "",
-            "| the run had finished | kills |",
-            "|---|--:|",
+            "| command | kills | ended | reached |",
+            "|---|--:|--:|---|",
             *reached,
             "",
             *_large(big, push),

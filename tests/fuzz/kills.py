@@ -209,16 +209,16 @@ class Trial:
         Raises:
             AssertionError: if it does not go on, leaves something, or ends with something else.
         """
-        mine = self._cleared()
-        while more():
+        import killable
+
+        mine, last = self._cleared(), False
+        while more() and not last:
             reached, process = self._reached(), self._start()
             wanted = random.randrange(reached, len(self.spans))
             while process.is_alive() and self._reached() < wanted:
                 time.sleep(0.005)
             # What was reached before is loaded again first.
             process.join(random.uniform(0, self.spans[wanted] + self.spans[0] * (0 < wanted == reached)))
-            import killable
-
             # It may end by itself just before the signal.
             if not process.is_alive() or killable.ended(process, signal.SIGKILL) != -signal.SIGKILL:
                 break
@@ -227,6 +227,7 @@ class Trial:
             self.figures.reached[moments[self._reached()]] += 1
             if self.command.ended(self.place):
                 break
+            last = self._reached() == len(self.command.moments)
         else:
             process = self._start()
             process.join(_LONGEST)
@@ -312,7 +313,8 @@ def killed(kills: int, seed: int, folder: Path, seconds: float = math.inf, only:
     with _inputs(folder) as hub:
         trials = {name: Trial(one, folder, name) for name, one in commands(hub).items() if not only or name in only}
         while (now := _more(trials, kills, began + seconds))():
-            trials[random.choice([*trials])].disturbed(random, now)
+            fewest = min(one.figures.kills for one in trials.values())
+            random.choice([one for one in trials.values() if one.figures.kills == fewest]).disturbed(random, now)
     return {
         "seed": seed,
         "kills": sum(one.figures.kills for one in trials.values()),

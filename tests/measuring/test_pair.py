@@ -17,7 +17,7 @@ from tiny_classifier import tiny_model, tiny_tokenizer
 from tiny_study import tiny_checkpoint
 from zoo import tiny
 
-NARROW = {"left": 0, "right": 0}
+NARROW: dict[str, Any] = {"left": 0, "right": 0}
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,7 @@
 """A variant of a record: the mechanisms of a model, and the spans that its heads learned."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ from approx.planning.plan import Plan, Rule
 from tiny_study import tiny_checkpoint
 from zoo import tiny
 
-SPANS = {"max_span": 24, "ramp": 4}
+SPANS: dict[str, Any] = {"max_span": 24, "ramp": 4}
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +72,8 @@ def test_operations_are_a_share_of_those_of_exact_attention_at_the_longest_input
     surgery.convert(model, Plan.of("adaptive-span", **SPANS))
     one = in_memory(model, None, reads=False)
     spanned = mechanisms(model)[0]
-    exact = type(spanned)(
-        spanned.heads, spanned.head_dim, causal=spanned.causal, scale=spanned.scale, max_span=length, ramp=4
-    )
+    kind: Any = type(spanned)
+    exact = kind(spanned.heads, spanned.head_dim, causal=spanned.causal, scale=spanned.scale, max_span=length, ramp=4)
     with torch.no_grad():
         exact.get_parameter("fraction").fill_(1.0)
     layer = variant_of("spans", one).layers[0]

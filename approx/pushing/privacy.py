@@ -168,7 +168,9 @@ def findings(file: Path, name: str, here: Private, known: str) -> list[str]:
         found += _names(json.dumps((_json(_text(file)) or {}).get("__metadata__"), ensure_ascii=False), here, known)
     if file.suffix == ".json" and not vocabulary:
         found += [(text.find(said), f"the typed command {said[:40]}") for said in _commands(_json(text))]
-    shown = "a file" if any(True for _ in _secrets(_decoded(name), here, vocabulary=False)) else name
+    # A key may stand before the ending of a name.
+    words = f"{_decoded(name)} {re.sub(r'[/.]', ' ', _decoded(name))}"
+    shown = "a file" if any(True for _ in _secrets(words, here, vocabulary=False)) else name
     lines = {f"{shown}, line {text.count(chr(10), 0, max(at, 0)) + 1}: {what}" for at, what in found}
     if shown != name:
         lines.add("a file whose name holds a secret")
@@ -269,11 +271,12 @@ def _is_origin(key: str, value: Any) -> bool:
 
 
 def _without(text: str, here: Private) -> str:
-    for secret in here.secrets:
-        text = text.replace(secret, "…")
-    # What escapes hide is only found without them.
-    if (plain := _decoded(text)) != text and is_private(plain, here):
-        text = plain
+    # What escapes hide is only found without them, and a secret may look like one.
+    for resolve in (str, _decoded):
+        if (plain := resolve(text)) == text or is_private(plain, here):
+            text = plain
+        for secret in here.secrets:
+            text = text.replace(secret, "…")
     text = _CREDENTIALS.sub(r"\1", text)
     for _, pattern in _FORMS:
         text = pattern.sub("…", text)

@@ -36,7 +36,7 @@ class Held:
         private: Whether the repository is private.
         files: Path -> entry of huggingface_hub.
         exists: Whether the repository exists.
-        branch: Whether the branch exists.
+        branch: Whether the branch exists; a new one begins with the files of main.
     """
 
     commit: str | None = None
@@ -89,7 +89,7 @@ class Remote:
         return str(who.get("name"))
 
     def held(self, revision: str | None = None) -> Held:
-        """What the branch holds now; empty if there is no repository or no branch."""
+        """What the branch holds now; a new branch begins with what main holds, and without a repository there is nothing."""
         asked = revision or self.revision
         with told("Reading the repository", self.repo):
             try:
@@ -98,16 +98,19 @@ class Remote:
                 raise
             except errors.RepositoryNotFoundError:
                 return Held()
+            at, branch = info, True
             try:
-                at = info if asked == MAIN else self.api.repo_info(self.repo, revision=asked)
-                entries = self.api.list_repo_tree(self.repo, recursive=True, revision=at.sha or asked)
-                files = {one.path: one for one in entries if hasattr(one, "size")}
+                if asked != MAIN:
+                    at = self.api.repo_info(self.repo, revision=asked)
             except errors.RevisionNotFoundError:
-                return Held(private=bool(info.private), exists=True, commit=info.sha)
-            except errors.RemoteEntryNotFoundError:
+                branch = False
+            try:
+                entries = self.api.list_repo_tree(self.repo, recursive=True, revision=at.sha or MAIN)
+                files = {one.path: one for one in entries if hasattr(one, "size")}
+            except (errors.RevisionNotFoundError, errors.RemoteEntryNotFoundError):
                 # Some hubs have no tree before the first commit.
                 files = {}
-        return Held(at.sha, bool(info.private), files, exists=True, branch=True)
+        return Held(at.sha, bool(info.private), files, exists=True, branch=branch)
 
     def refuse_unwritable(self, held: Held) -> None:
         """Check that the token may write to the repository; a new one is not checked.

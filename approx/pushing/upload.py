@@ -119,13 +119,14 @@ def upload_folder(
         refuse_surprises(hub, held, public=public, create_pr=create_pr, force=force)
         published = _pinned(hub, held, checked, staged, published)
         changes = hub.changes(staged, held)
-        if not (force or create_pr) and (edited := hub.edited(held, changes)):
+        # A new branch leaves what was edited on main as it is.
+        if not (force or create_pr or not held.branch) and (edited := hub.edited(held, changes)):
             raise ApproxError(
                 f"{repo} was edited on the hub since it was pushed: {', '.join(edited)}. Take the edits over, or write over them with "
                 "--force.",
                 Exit.REFUSED,
             )
-        identical = not changes.written and not changes.deleted and published.revision is not None
+        identical = held.branch and not (changes.written or changes.deleted) and published.revision is not None
         upload = _upload(hub, held, checked, staged, changes, public=public, create_pr=create_pr)
         if not identical and not agree(upload):
             raise ApproxError("Nothing was uploaded.", Exit.REFUSED)
@@ -222,6 +223,9 @@ def _written(
         ref = made.pr_revision or ref
         folder.pin(checked, staged, replace(published, revision=commit))
         changes = Changes(list(_CARD_FILES), [], [])
+    elif not (changes.written or changes.deleted):
+        # A new branch with what main holds already.
+        return str(commit), request, ref
     made = hub.commit(staged, changes, f"{message}: the card pins {str(commit)[:12]}", parent=commit, revision=ref)
     return made.oid, request, ref
 

@@ -54,10 +54,14 @@ class Candidate(NamedTuple):
         able = mechanism.supports_causal if site.causal else mechanism.supports_bidirectional
         if not able or (self.heads is not None and self.heads >= site.heads):
             return False
-        probe = mechanism(
-            self.heads or site.heads, site.head_dim, causal=site.causal, scale=site.scale,
-            **{**mechanism.defaults(), **self.rule.settings},
-        )  # fmt: skip
+        settings = {**mechanism.defaults(), **self.rule.settings}
+        try:
+            probe = mechanism(self.heads or site.heads, site.head_dim, causal=site.causal, scale=site.scale, **settings)
+        except ApproxError as error:
+            # Some settings are not for every form.
+            if error.exit_code != Exit.UNSUPPORTED:
+                raise
+            return False
         return not probe.reads_tokens or site.fixed_length is None
 
 

@@ -78,7 +78,7 @@ def measure(
     }
     about = fingerprint(
         identity(base), [(label, one.rule.to_dict(), one.heads) for label, (one, _) in timed.items()],
-        stage.length, stage.batch, stage.task, stage.data, stage.settings,
+        stage.length, stage.batch, stage.task, stage.data, stage.settings, stage.split,
         computed_by(base.model.device), machine, seed,
     )  # fmt: skip
     kept = cache_folder() / "search" / f"{about}.json"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -10,7 +11,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from approx.conversion.calibration_text import TEXT
 from approx.errors import ApproxError, Exit
 from approx.finetuning.data import TrainingData
 from approx.finetuning.finetune import finetune
@@ -22,7 +22,6 @@ from approx.finetuning.preparation import Preparation, measure_of
 from approx.finetuning.trainer import train
 from approx.searching.composition import Composer
 from approx.searching.judging import Judge
-from approx.text_file import read_text
 from approx_kernels.runtime.atomic_file import atomic_file
 
 _STEPS, _BATCH, _RATE = 100, 8, 1e-2
@@ -108,16 +107,22 @@ def _train(model: Any, judge: Judge, seed: int, advance: Callable[[int], None]) 
     with TemporaryDirectory() as place:
         folder = Path(place)
         if judge.task is None:
+            # The rest of the text proves the plan.
+            rows = [batch.inputs["input_ids"][0].tolist() for batch in judge.search.batches]
+            searched = judge.processor.decode([*chain.from_iterable(rows)], skip_special_tokens=True)
             text = folder / "text.txt"
-            given = TEXT if judge.stage.text is None else read_text(Path(judge.stage.text), settable=False)
-            text.write_text(given, encoding="utf-8")
-            options = FinetuneStage(recover=["transfer"], text=[str(text)], steps=_STEPS, batch_size=_BATCH, seed=seed)
+            text.write_text(searched, encoding="utf-8")
+            options = FinetuneStage(
+                recover=["transfer"], text=[str(text)], length=max(len(rows[0]), 8), steps=_STEPS, batch_size=_BATCH,
+                seed=seed,
+            )  # fmt: skip
             finetune(
                 model,
                 judge.processor,
                 options,
                 folder=folder / "training",
-                progress=lambda _, done, total: advance(min(done, _STEPS)),
+                # The scores before and after have a progress of their own.
+                progress=lambda what, done, total: advance(done) if what.startswith("transfer") else None,
             )
             return
         data = _training_data(model, judge)
@@ -135,7 +140,7 @@ def _train(model: Any, judge: Judge, seed: int, advance: Callable[[int], None]) 
             measure,
             folder,
             resume=False,
-            progress=lambda _, done, total: advance(min(done, _STEPS)),
+            progress=lambda what, done, total: advance(done),
         )
 
 

@@ -1,5 +1,7 @@
 """Measure plans on examples: how far their outputs are from the base's, and what that costs in the task's metric."""
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,6 +71,18 @@ class Judge:
         if self.task is None:
             return "nats"
         return "points" if METRICS[self.task.metrics[0]].fraction else "%"
+
+    @property
+    def examples_sha256(self) -> str:
+        """Hash of all inputs and labels by which plans are predicted and compared; those of the proof change neither."""
+        digest = hashlib.sha256()
+        for part in (self.calibration, self.search):
+            for batch in part.batches:
+                for name, value in batch.inputs.items():
+                    digest.update(f"{name} {tuple(value.shape)} ".encode() + value.float().cpu().numpy().tobytes())
+            labels = [] if part.prepared is None else [one.label for one in part.prepared.split.examples]
+            digest.update(json.dumps(labels, default=str).encode())
+        return digest.hexdigest()
 
     def of_task(self, part: Part) -> tuple[Task, Prepared]:
         """The task, and the examples of a part as the model reads them."""

@@ -13,7 +13,6 @@ from approx.checkpoints.checkpoint import Checkpoint
 from approx.conversion.calibration_text import TEXT
 from approx.errors import ApproxError, Exit
 from approx.evaluation.evaluate import Prepared, Subject, prepare
-from approx.planning import positions
 from approx.searching.options import SearchStage
 from approx.tasks.task import Example, Split, Task
 from approx.text_file import read_text
@@ -111,10 +110,9 @@ def of_text(base: Checkpoint, processor: Any, stage: SearchStage) -> Parts:
         )
     text = TEXT if stage.text is None else _read(Path(stage.text))
     tokens = processor(text, add_special_tokens=False)["input_ids"]
-    length = min(stage.length, positions.limit(model.config) or stage.length)
     begin, end = _around(processor, text[:100])
     # A short text is read in shorter rows.
-    body = max(min(length - len(begin) - len(end), len(tokens) // (2 * _ROWS_OF_TEXT)), 1)
+    body = max(min(stage.length - len(begin) - len(end), len(tokens) // (2 * _ROWS_OF_TEXT)), 1)
     rows = [begin + tokens[start : start + body] + end for start in range(0, len(tokens) - body + 1, body)]
     if len(tokens) < _FEWEST_TOKENS:
         raise ApproxError(

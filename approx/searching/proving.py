@@ -109,10 +109,12 @@ def _verified(base: Any, plan: Plan, model: Any) -> bool:
     return all(check.passed is not False for check in done)
 
 
-def _within(loss: float, interval: tuple[float, float], bound: float | None) -> str:
+def _within(loss: float, interval: tuple[float, float] | None, bound: float | None) -> str:
     if bound is None:
         return "no budget"
-    return "within the budget" if interval[1] <= bound else "inconclusive" if loss <= bound else "beyond the budget"
+    if interval is not None and interval[1] <= bound:
+        return "within the budget"
+    return "inconclusive" if loss <= bound else "beyond the budget"
 
 
 def quality(
@@ -166,15 +168,17 @@ def loss_in_points(entry: Quality, name: str) -> tuple[float, tuple[float, float
     return loss, interval, variant.verdict
 
 
-def divergence_interval(judge: Judge, model: Any, seed: int) -> tuple[float, tuple[float, float]]:
-    """The mean divergence on the proof, and its interval over inputs, which are rows of a text."""
+def divergence_interval(judge: Judge, model: Any, seed: int) -> tuple[float, tuple[float, float] | None]:
+    """The mean divergence on the proof, and its interval over inputs, which are rows of a text.
+
+    There is none for a single row, nor where no row changes at all: what nothing approximates says nothing of other rows.
+    """
     apart = judge.divergences(model, judge.proof)
-    if len(apart) < 2:
-        return float(apart.mean()), (0.0, math.inf)
-    # Divergences have no bound: rows that are not seen may be as bad as the worst one that is.
-    stake = Stake(float(apart.mean() - apart.min()), float(apart.max()))
-    ends = score_interval(
+    mean = float(apart.mean())
+    if not apart.any():
+        return mean, None
+    # Divergences have no upper bound: rows that are not seen may be as bad as the worst one that is, or not change at all.
+    stake = Stake(mean, float(apart.max()))
+    return mean, score_interval(
         lambda rows: float(apart[rows].mean()), len(apart), seed=seed, stake=stake, bounds=(0.0, math.inf)
     )
-    assert ends is not None
-    return float(apart.mean()), ends

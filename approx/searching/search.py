@@ -59,9 +59,8 @@ class Search:
         self.judge = Judge(base, stage, seed)
         self.composer = Composer(base, self.facts)
         self.about = fingerprint(
-            identity(base), [(one.name, one.rule.to_dict()) for one in self.candidates], stage.task, stage.data,
-            stage.settings, stage.split, stage.limit, stage.text, stage.calibration, stage.examples, stage.truncate,
-            stage.min_length, stage.heal, seed,
+            identity(base), [(one.name, one.rule.to_dict()) for one in self.candidates], stage.task, stage.settings,
+            self.judge.examples_sha256, stage.heal, seed,
         )  # fmt: skip
         self.trials = Trials(self.judge, self.composer, self.candidates, folder / MEASURED, self.about, progress)
         self.known: damage.Damages | None = None

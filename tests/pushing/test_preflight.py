@@ -16,6 +16,8 @@ from approx.errors import ApproxError, Exit
 from approx.pushing import privacy
 from approx.seam.manifest import MANIFEST, check_seal, seal
 
+from .conftest import Place
+
 HOME = "/home"
 SECRET = "hf_" + "s" * 34
 
@@ -71,6 +73,26 @@ def test_a_dry_run_writes_the_whole_folder_and_it_loads(folder, records):
     assert '"revision": "COMMIT"' in ModelCard.load(dry / "README.md").text
     # What it wrote is itself a folder that can be pushed.
     assert api.push(dry, "ada/m", dry_run=folder.with_name("again"), offline=True)["files"]
+
+
+def test_a_dry_run_replaces_a_folder_only_with_force_and_never_its_own(folder):
+    api.push(folder, "ada/m", dry_run=folder.with_name("dry"), offline=True)
+    with pytest.raises(ApproxError, match="--force") as caught:
+        api.push(folder, "ada/m", dry_run=folder.with_name("dry"), offline=True)
+    assert caught.value.exit_code == Exit.REFUSED
+    assert api.push(folder, "ada/n", dry_run=folder.with_name("dry"), offline=True, force=True)["files"]
+    assert "ada/n" in (folder.with_name("dry") / "README.md").read_text(encoding="utf-8")
+    before = sorted(folder.rglob("*"))
+    for inside in (folder, folder / "dry"):
+        with pytest.raises(ApproxError):
+            api.push(folder, "ada/m", dry_run=inside, offline=True, force=True)
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_a_dry_run_says_the_steps(folder):
+    said = []
+    api.push(folder, "ada/m", dry_run=folder.with_name("dry"), offline=True, progress=lambda *step: said.append(step))
+    assert said == [("push: checking the folder", 0, 2), ("push: writing", 1, 2)]
 
 
 def test_a_folder_that_is_not_verified_is_refused(folder, converted, tmp_path):
@@ -233,6 +255,16 @@ def test_a_repository_of_another_model_is_not_written_over(converted, hub):
     with pytest.raises(ApproxError, match=r"holds another model \(config.json\) that approx did not push.*--force"):
         api.push(converted, "ada/bert")
     assert hub.uploads() == []
+    for number, name in enumerate(("a.bin", "model.safetensors", "config.json")):
+        hub.create(f"ada/b{number}").commit("main", {name: b"{}"}, "by hand")
+        with pytest.raises(ApproxError, match=f"holds another model .{name}") as caught:
+            api.push(converted, f"ada/b{number}")
+        assert caught.value.exit_code == Exit.REFUSED
+    # A repository without a model may have been made for this one.
+    hub.create("ada/new").commit("main", {"notes.txt": b"soon"}, "by hand")
+    api.push(converted, "ada/new")
+    api.push(converted, "ada/bert", force=True)
+    assert {"model.safetensors", "pytorch_model.bin"} <= set(Place("ada/bert").files())
 
 
 @pytest.fixture
@@ -250,6 +282,31 @@ def test_the_licence_comes_from_the_hub_if_the_folder_has_none(from_hub, hub):
     api.push(from_hub, "ada/m")
     card = ModelCard(hub.repos["ada/m"].commits[hub.repos["ada/m"].refs["main"]]["README.md"].decode())
     assert (card.data.get("license"), card.data.get("base_model")) == ("gpl-3.0", "owner/base")
+
+
+def test_a_dry_run_asks_the_hub_about_the_base_and_goes_on_without_an_answer(from_hub, hub):
+    from hub_state import Fault
+
+    hub.create("owner/base", private=False).commit("main", {"README.md": b"---\nlicense: gpl-3.0\n---\n"}, "card")
+
+    def dry(**options):
+        hub.calls.clear()
+        done = api.push(from_hub, "ada/m", dry_run=from_hub.with_name("dry"), force=True, **options)
+        return ModelCard(done["card"]).data.get("license"), done["notes"]
+
+    assert dry() == ("gpl-3.0", [])
+    assert dry(offline=True)[0] is None
+    assert hub.calls == []
+    hub.faults = [Fault("models/owner/base", 403, message="Forbidden")]
+    licence, (first, *_) = dry()
+    assert licence is None
+    assert "may not write" in first or "Reading the licence" in first
+    hub.faults = []
+    hub.repos["owner/base"].gated = "manual"
+    with pytest.raises(ApproxError, match=r"owner/base is gated.*--public") as caught:
+        dry(public=True)
+    assert caught.value.exit_code == Exit.REFUSED
+    assert dry()[0] == "gpl-3.0"
 
 
 def test_a_gated_base_is_not_made_public(from_hub, hub):

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 from huggingface_hub import HfApi, ModelCard
+from safetensors.torch import load_file, save_file
 
 from approx import api
 from approx.errors import ApproxError, Exit
@@ -50,6 +51,50 @@ def test_a_branch_is_created(converted, place):
     assert "model.safetensors" in place.files("second")
     assert "model.safetensors" not in place.files("main")
     assert api.push(converted, place.repo, revision="second")["identical"]
+
+
+def test_a_push_to_a_branch_leaves_main_and_is_compared_with_its_own_commit(converted, other, hub):
+    first = api.push(converted, "ada/m", public=True)
+    done = api.push(other, "ada/m", revision="second", public=True)
+    refs = hub.repos["ada/m"].refs
+    assert (refs["main"], refs["second"]) == (first["commit"], done["commit"])
+    assert "approx_linear.py" in Place("ada/m").files("second")
+    assert "approx_linear.py" not in Place("ada/m").files()
+    # A new branch begins with the files of main; those of the other model go.
+    assert "approx_local.py" in done["deleted"]
+    assert "approx_local.py" not in Place("ada/m").files("second")
+    same = api.push(converted, "ada/m", revision="third", public=True)
+    assert refs["third"] == refs["main"] == same["commit"]
+    assert (same["identical"], same["uploaded"]) == (False, [])
+    # What it said is what is there.
+    assert (done["repo"], done["private"], done["pull_request"]) == ("ada/m", False, None)
+    assert done["url"] == f"{hub.endpoint}/ada/m"
+
+
+def test_it_says_what_it_would_do_before_it_does_it(converted, other, hub):
+    shown, said = [], []
+
+    def agree(upload):
+        shown.append(upload)
+        assert len(hub.uploads()) == calls
+        return True
+
+    calls = 0
+    api.push(converted, "ada/m", agree=agree, progress=lambda *step: said.append(step))
+    assert said == [(f"push: {what}", number, 6) for number, what in enumerate(
+        ["checking the folder", "signing in", "comparing with the repository", "uploading", "downloading and comparing"]
+    )]  # fmt: skip
+    calls = len(hub.uploads())
+    done = api.push(other, "ada/m", agree=agree, revision="two", public=False)
+    first, second = shown
+    assert (first.repo, first.endpoint, first.revision) == ("ada/m", hub.endpoint, "main")
+    assert (first.new, first.private, first.create_pr, first.deleted) == (True, True, False, [])
+    assert (second.new, second.private, second.revision) == (False, True, "two")
+    assert sorted(first.written) == [name for name, _ in first.files]
+    sizes = {name: len(content) for name, content in hub.repos["ada/m"].commits[done["commit"]].items()}
+    assert {name: size for name, size in second.files if name not in ("README.md", MANIFEST)}.items() <= sizes.items()
+    assert "COMMIT" in first.card
+    assert second.left == []
 
 
 def test_the_message_is_that_of_the_commits(converted, hub):
@@ -121,16 +166,40 @@ def test_results_are_in_the_card_with_the_baseline_beside_each(converted, record
         assert str(records[0].parent) not in text
 
 
-def test_what_comes_back_is_compared(converted, hub, monkeypatch):
+def damaged(folder, other):
+    (folder / "config.json").write_text("{}")
+
+
+def without_a_file(folder, other):
+    (folder / "approx_local.py").unlink()
+
+
+def another_model(folder, other):
+    shutil.rmtree(folder)
+    shutil.copytree(other, folder)
+
+
+def other_weights(folder, other):
+    """Whole by its own manifest."""
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: 1.1 * value for name, value in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    seal(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [(damaged, "config.json"), (without_a_file, "approx_local.py"), (another_model, ""), (other_weights, "difference")],
+)
+def test_what_comes_back_is_compared(converted, other, hub, monkeypatch, change, said):
     download = pushing.Remote.download
 
     def tampered(self, commit, folder):
         there = download(self, commit, folder)
-        (there / "config.json").write_text("{}")
+        change(there, other)
         return there
 
     monkeypatch.setattr(pushing.Remote, "download", tampered)
-    with pytest.raises(ApproxError, match=r"downloaded again is not the same.*config.json") as caught:
+    with pytest.raises(ApproxError, match=rf"downloaded again is not the same.*{said}.*--force") as caught:
         api.push(converted, "ada/m")
     assert caught.value.exit_code == Exit.VERIFICATION
 

@@ -186,3 +186,16 @@ def test_a_record_of_another_folder_is_refused(tmp_path):
     ) as caught:
         results_of([path], RECEIPT, None)
     assert caught.value.exit_code == Exit.REFUSED
+
+
+def test_a_card_with_scores_of_two_records_has_each_once(tmp_path):
+    paths = [
+        written(tmp_path / "a.json", [quality()]), written(tmp_path / "b.json", [quality("squad", answer_f1=0.5), quality("lm", perplexity=9.0)]),
+    ]  # fmt: skip
+    made = results_of(paths, RECEIPT, None)
+    assert [(one.dataset_type, one.metric_type, one.metric_value) for one in made.evaluations] == [
+        ("nyu-mll/glue", "accuracy", 0.875), ("rajpurkar/squad", "f1", 0.5), ("lm", "perplexity", 9.0),
+    ]  # fmt: skip
+    assert made.datasets == ["nyu-mll/glue", "rajpurkar/squad"]
+    assert made.metrics == ["accuracy", "f1", "perplexity"]
+    assert [section["file"] for section in made.sections] == ["a.json", "b.json"]

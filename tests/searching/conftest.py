@@ -36,7 +36,8 @@ class Clock:
         crowded: Whether other programs used the machine.
         out_of_memory: Whether exact attention has no room.
         late: Milliseconds by which plans are slower in the proof than their prices said.
-        raced: The models and the grid of each call.
+        raced: The models, the grid and the texts of each call.
+        seeds: Its seed.
     """
 
     def __init__(self) -> None:
@@ -45,6 +46,7 @@ class Clock:
         self.out_of_memory = False
         self.late = 0.0
         self.raced: list[tuple[dict[str, Checkpoint], Any, Any]] = []
+        self.seeds: list[int] = []
 
     def milliseconds(self, one: Checkpoint) -> float | None:
         """One forward pass of a checkpoint; None where its memory runs out."""
@@ -62,6 +64,7 @@ class Clock:
     def __call__(self, opened: Any, stage: Any, texts: Any, *, seed: int, progress: Any) -> list[Speed]:
         progress("bench", 0, 1)
         self.raced.append((dict(opened), stage, texts))
+        self.seeds.append(seed)
         base = self.rest + self.exact * opened[BASE].model.config.num_hidden_layers
         proof = any(name.startswith("finalist") for name in opened)
 

@@ -34,7 +34,8 @@ def tables(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
     )
     # Changing nothing is always possible.
     closed[:, -1] = False
-    times[closed] = np.inf
+    # What has no time cannot be used, nor what has no damage.
+    (damages if draw(st.booleans()) else times)[closed] = np.inf
     return times, damages
 
 
@@ -45,11 +46,14 @@ def test_the_front_holds_every_plan_that_no_other_beats(pair):
     sites = range(len(times))
     every = []
     for plan in itertools.product(range(times.shape[1]), repeat=len(times)):
-        time = sum(times[site, plan[site]] for site in sites)
-        if np.isfinite(time):
-            every.append((time, sum(damages[site, plan[site]] for site in sites)))
+        time, damage = (sum(table[site, plan[site]] for site in sites) for table in (times, damages))
+        if np.isfinite(time) and np.isfinite(damage):
+            every.append((time, damage))
     best = {(t, d) for t, d in every if not any((a <= t and b < d) or (a < t and b <= d) for a, b in every)}
     assert set(zip(found.times.tolist(), found.damages.tolist(), strict=True)) == best
+    # Each once, fastest first.
+    assert np.all(np.diff(found.times) > 0)
+    assert np.all(np.diff(found.damages) < 0)
     for time, damage, plan in zip(*found, strict=True):
         assert time == sum(times[site, plan[site]] for site in sites)
         assert damage == sum(damages[site, plan[site]] for site in sites)
@@ -73,11 +77,24 @@ def test_a_large_front_is_as_good_as_another_solver():
 
 
 def test_few_plans_are_kept_where_there_would_be_too_many(monkeypatch):
-    monkeypatch.setattr(assignment, "_MOST_STATES", 50)
     random = np.random.default_rng(1)
-    found = front(-random.random((10, 5)), random.random((10, 5)))
+    times, damages = -random.random((16, 8)), random.random((16, 8)) ** 3
+    every = front(times, damages)
+    monkeypatch.setattr(assignment, "_MOST_STATES", 60)
+    monkeypatch.setattr(assignment, "_RESOLUTION", 0.02)
+    found = front(times, damages)
+    # Fifty cells of two hundredths, and one at the border.
+    assert len(found.times) <= 60 < len(every.times)
     assert np.all(np.diff(found.times) > 0)
     assert np.all(np.diff(found.damages) < 0)
+    # Each site makes a plan later by a cell at most, and none more damaging.
+    cell = 0.02 * (times.max(1).sum() - times.min(1).sum())
+    for time, damage in zip(every.times, every.damages, strict=True):
+        near = found.times <= time + 16 * cell
+        assert found.damages[near].min() <= damage + 1e-12
+    for time, damage, plan in zip(*found, strict=True):
+        assert time == pytest.approx(times[np.arange(16), plan].sum())
+        assert damage == pytest.approx(damages[np.arange(16), plan].sum())
 
 
 def test_a_site_without_a_candidate_is_an_error():

@@ -1,8 +1,11 @@
 """What the layers of a model may become: defaults, ladders of settings, shares of heads, and clear names."""
 
+from dataclasses import replace
+
 import pytest
 
 from approx.errors import ApproxError, Exit
+from approx.mechanisms import MECHANISMS
 from approx.planning.anatomy import anatomy
 from approx.planning.rule import Rule
 from approx.searching.candidates import LADDERS, candidates
@@ -16,12 +19,28 @@ def named(architecture="BertForSequenceClassification", **options):
     return candidates(stage, anatomy(model.config, type(model)))
 
 
-def test_by_default_whatever_runs_without_training_is_tried_if_it_can_save():
-    names = [one.name for one in named(length=1024)]
-    assert names[:2] == ["fastest exact", "flash"]
-    assert {"clustered 25", "clustered 100", "local 32", "local 64", "local 128", "bigbird", "performer"} <= set(names)
-    assert not any(name.startswith(("linear", "sinks")) for name in names)
-    assert all(one.heads is None for one in named(length=1024))
+@pytest.mark.parametrize(
+    ("architecture", "names"),
+    [
+        ("BertForSequenceClassification", [
+            "fastest exact", "flash", "improved-clustered 25", "improved-clustered 100", "clustered 25", "clustered 100", "local 32",
+            "local 64", "local 128", "longformer 128", "longformer 256", "longformer", "bigbird", "block", "performer",
+        ]),
+        ("GPT2LMHeadModel", [
+            "fastest exact", "flash", "improved-clustered 25", "improved-clustered 100", "clustered 25", "clustered 100", "local 32", "local 64", "local 128", "longformer 128", "longformer 256", "longformer", "sinks 128",
+            "sinks 256", "sinks", "block", "performer",
+        ]),
+    ],
+)  # fmt: skip
+def test_by_default_whatever_runs_without_training_is_tried(architecture, names):
+    found = named(architecture, length=1024)
+    assert [one.name for one in found] == names
+    assert all(one.heads is None for one in found)
+    for one in found:
+        assert one.rule.settings.keys() <= MECHANISMS[one.rule.mechanism].defaults().keys()
+
+
+def test_windows_as_long_as_the_input_are_tried_only_by_name():
     # 32 tokens on either side are 64 in all.
     assert [one.name for one in named(length=65) if one.name.startswith("local")] == ["local 32"]
     assert not [one for one in named(length=64) if one.name.startswith("local")]
@@ -74,6 +93,16 @@ def test_no_site_becomes_what_it_cannot_run():
     assert all(candidate.on(site) for candidate in (block, one, two, three))
     assert not block._replace(heads=site.heads).on(site)
     assert not block._replace(rule=Rule("sinks")).on(site)
+    # What looks for separators needs tokens, which sites of a fixed length do not have.
+    separated = block._replace(rule=Rule("longformer", settings={"global_tokens": "separator"}))
+    assert separated.on(site)
+    assert not separated.on(replace(site, fixed_length=16))
+    assert block.on(replace(site, fixed_length=16))
+    # A cache of a layer that decodes has none either.
+    assert not separated.on(replace(site, causal=True))
+    assert block.on(replace(site, causal=True))
+    with pytest.raises(ApproxError, match="window"):
+        block._replace(rule=Rule("longformer", settings={"window": 0})).on(site)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from approx.planning.rule import Rule
 from approx.searching import composition
 from approx.searching.candidates import Candidate
 from approx.searching.composition import Choice, Composer
+from tiny_classifier import WORDS
 
 from .conftest import CANDIDATES
 
@@ -97,3 +98,12 @@ def test_what_a_conversion_calibrates_is_calibrated(base, facts, monkeypatch):
     assert [mechanism.takes_calibration for mechanism in mechanisms(made.model)] == [True, False]
     Composer(base, facts).make([Choice(LOCAL)] * 3)
     assert len(calibrated) == 1
+
+
+def test_a_plan_names_the_separator_of_the_tokenizer(base, facts):
+    separated = Candidate(
+        "longformer separator", Rule("longformer", settings={"window": 4, "global_tokens": "separator"})
+    )
+    plan = Composer(base, facts).plan(choices(separated, None, None))
+    assert plan is not None
+    assert plan.rules[0].settings["separator"] == WORDS.index("[SEP]")

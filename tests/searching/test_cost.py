@@ -38,13 +38,19 @@ def test_a_site_is_charged_its_share_of_what_all_sites_add(base, facts, clock):
     ((models, grid, texts),) = clock.raced
     assert list(models) == ["exact", "unchanged", "local 1 (0)", "local 4 (0)", "block 4 (0)"]
     assert (grid.lengths, grid.batches, grid.inputs, texts) == ([24], [1], "synthetic", None)
+    assert (grid.rounds, grid.seconds) == (8, 0.5)
+    measured(base, facts, seed=7)
+    assert clock.seeds == [0, 7]
 
 
 def test_the_examples_of_a_task_are_what_is_timed(base, facts, clock):
-    measured(base, facts, speed=None, budget="loss<=1", task="glue/sst2", data="here", split="dev", batch=4)
+    settings = {"settings": {"files": 3}}
+    measured(base, facts, speed=None, budget="loss<=1", task="glue/sst2", data="here", split="dev", batch=4, **settings)
     ((_, grid, texts),) = clock.raced
     assert (grid.inputs, grid.batches) == ("real", [4])
-    assert (texts.task, texts.data, texts.split) == ("glue/sst2", "here", "dev")
+    assert (texts.task, texts.data, texts.split, texts.limit, texts.settings) == (
+        "glue/sst2", "here", "dev", 64, {"files": 3}
+    )  # fmt: skip
 
 
 def test_part_of_the_heads_costs_what_part_of_the_heads_saves(base, facts, clock):
@@ -74,13 +80,30 @@ def test_times_are_kept_for_the_same_question_and_no_other(base, facts, clock):
     again = measured(base, facts)
     assert len(clock.raced) == 1
     assert np.array_equal(first.saved, again.saved)
-    different: tuple[dict[str, Any], ...] = ({"length": 20}, {"batch": 2}, {"seed": 1}, {"candidates": CANDIDATES[:2]})
-    for options in different:
+    other = Candidate("local 1", Rule("local", settings={"left": 1, "right": 2}))
+    task = {"task": "glue/sst2", "speed": None, "budget": "loss<=1"}
+    different: tuple[dict[str, Any], ...] = (
+        {"length": 20}, {"batch": 2}, {"seed": 1}, {"candidates": CANDIDATES[:2]}, {"candidates": [other, *CANDIDATES[1:]]},
+        {"candidates": [CANDIDATES[0]._replace(heads=2), *CANDIDATES[1:]]}, task, {**task, "task": "glue/mrpc"},
+        {**task, "data": "here"}, {**task, "split": "train"}, {**task, "settings": {"a": 1}},
+    )  # fmt: skip
+    for number, options in enumerate(different, start=2):
         measured(base, facts, **options)
-    assert len(clock.raced) == 5
-    # The goal changes no time.
-    measured(base, facts, speed="1.1x")
-    assert len(clock.raced) == 5
+        assert len(clock.raced) == number, options
+    # The goal changes no time, nor what is proven.
+    measured(base, facts, speed="1.1x", proof=9, front=0)
+    assert len(clock.raced) == number
+
+
+def test_times_of_another_machine_are_measured_again(base, facts, clock, monkeypatch):
+    measured(base, facts)
+    monkeypatch.setattr(cost, "environment", lambda threads: {"approx": "0", "git_commit": "a", "processor": "another"})
+    measured(base, facts)
+    assert len(clock.raced) == 2
+    # Another commit with the same code is the same machine.
+    monkeypatch.setattr(cost, "environment", lambda threads: {"approx": "1", "git_commit": "b", "processor": "another"})
+    measured(base, facts)
+    assert len(clock.raced) == 2
 
 
 def test_times_of_a_busy_machine_are_not_kept(base, facts, clock):
@@ -105,7 +128,9 @@ def test_a_damaged_file_of_times_is_measured_again(base, facts, clock, own_cache
 def test_a_candidate_without_memory_cannot_be_chosen_and_a_base_without_it_ends_the_search(base, facts, clock):
     usual = clock.milliseconds
     clock.milliseconds = lambda one: None if "block" in str(getattr(one.model.config, "approx", "")) else usual(one)
-    assert np.isinf(measured(base, facts).saved[:, 2]).all()
+    for _ in ("measured", "kept"):
+        assert np.isinf(measured(base, facts).saved[:, 2]).all()
+    assert len(clock.raced) == 1
     clock.out_of_memory = True
     with pytest.raises(ApproxError, match="ran out of memory at 20 tokens") as caught:
         measured(base, facts, length=20)

@@ -160,3 +160,34 @@ def test_the_error_of_a_head_is_charged_to_that_head(base, facts, text):
             weight.copy_(kept)
     assert products[2] == pytest.approx(np.zeros(4), abs=1e-12)
     assert np.all(np.delete(np.diag(products), 2) > 0)
+
+
+def nearly(mechanism, scale):
+    """Make of a mechanism exact attention with a small part of its error."""
+    forward = mechanism.forward
+
+    def mixed(q, k, v, mask=None, **more):
+        seen = None if mask is None else mask[:, None, None]
+        exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
+        return exact + 0.05 * (forward(q, k, v, mask, **more) - exact)
+
+    mechanism.forward = mixed
+
+
+def test_the_damage_of_a_small_error_is_the_divergence_that_it_causes(base, facts, sentences):
+    """To second order they are the same, so here the prediction has no excuse but the draws of labels."""
+    stage = SearchStage(length=24, budget="loss<=1", task="glue/sst2", data=str(sentences), split="dev", examples=24)
+    judge, composer = Judge(base, stage, 0), Composer(base, facts)
+    ratios = []
+    for layer in (0, 2):
+        made = composer.make([Choice(CANDIDATES[0] if number == layer else None) for number in range(3)]).model
+        nearly(made.bert.encoder.layer[layer].attention.self.mechanism, facts.sites[layer].scale)
+        divergence = judge.measure(made, judge.search).divergence
+        seeds = range(8)
+        predicted = [
+            of_heads(known(measure(base.model, facts, {"a": made}, judge.search.batches, seed, lambda *at: None)["a"][layer]), None)[0]
+            for seed in seeds
+        ]  # fmt: skip
+        ratios.append(np.mean(predicted) / divergence)
+    # 8 seeds of 4 draws for each of 24 inputs.
+    assert ratios == pytest.approx([1, 1], rel=0.3)

@@ -64,17 +64,47 @@ def test_hidden_states_diverge_by_their_relative_error_and_numbers_by_their_squa
     ]
 
 
-@pytest.mark.parametrize(("shape", "several"), [((2, 4), False), ((2, 3, 4), False), ((2, 4), True)])
-def test_the_squared_gradient_of_the_surrogate_is_twice_the_divergence_of_a_small_change(shape, several):
+MASKS = {
+    "tokens": torch.tensor([[True, True, True], [True, True, False]]),
+    "ends": torch.tensor([[True, True, True, True], [True, True, True, False]]),
+}
+
+
+@pytest.mark.parametrize(
+    ("shape", "several", "masked"),
+    [
+        ((2, 4), False, None), ((2, 3, 4), False, None), ((2, 4), True, None), ((2, 3, 4), False, "tokens"), ((2, 4), False, "ends"),
+    ],
+)  # fmt: skip
+def test_the_squared_gradient_of_the_surrogate_is_twice_the_divergence_of_a_small_change(shape, several, masked):
     torch.manual_seed(0)
     logits = torch.randn(shape, dtype=torch.float64)
+    mask = MASKS.get(masked)
     change = torch.randn(shape, dtype=torch.float64) * 0.03
     generator = torch.Generator().manual_seed(0)
     draws, total = 1500, torch.zeros(2, dtype=torch.float64)
     for _ in range(draws):
         own = logits.clone().requires_grad_()
-        (gradient,) = torch.autograd.grad(surrogate(Outputs(logits=own), None, generator, several=several), [own])
+        (gradient,) = torch.autograd.grad(surrogate(Outputs(logits=own), mask, generator, several=several), [own])
         total += (gradient * change).flatten(1).sum(1).square()
-    exact = divergence(Outputs(logits=logits + change), Outputs(logits=logits), None, several=several).double()
+    exact = divergence(Outputs(logits=logits + change), Outputs(logits=logits), mask, several=several).double()
     # The mean of 1,500 squares is known to about 5 %; terms of third order add half as much.
     assert torch.allclose(total / draws / 2, exact, rtol=0.2, atol=1e-6)
+
+
+def test_the_squared_gradient_of_numbers_and_hidden_states_is_their_squared_change():
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+    number, states = torch.randn(2, 1, dtype=torch.float64), torch.randn(2, 3, 4, dtype=torch.float64)
+    for name, value, real in (("logits", number, None), ("last_hidden_state", states, mask)):
+        change = torch.randn(value.shape, dtype=torch.float64)
+        total = torch.zeros(2, dtype=torch.float64)
+        for _ in range(1500):
+            own = value.clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(surrogate(Outputs(**{name: own}), real, generator), [own])
+            total += (gradient * change).flatten(1).sum(1).square()
+        kept = change if real is None else change * real[:, :, None]
+        size = 1 if real is None else (value * real[:, :, None]).flatten(1).square().sum(1)
+        # For hidden states of their relative change, without the padding.
+        assert torch.allclose(total / 1500, kept.flatten(1).square().sum(1) / size, rtol=0.2)

@@ -1,5 +1,6 @@
 """Mechanisms are fitted on what is searched, once, and the models keep what they may train."""
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save
@@ -13,6 +14,7 @@ from approx.searching.composition import Composer
 from approx.searching.fitting import _training_data, fit
 from approx.searching.judging import Judge
 from approx.searching.options import SearchStage
+from tiny_classifier import WORDS
 
 from .conftest import CANDIDATES
 
@@ -110,3 +112,27 @@ def test_without_parameters_nothing_is_fitted(judge, base, facts, tmp_path):
     fit(composer, judge, running, tmp_path / "fitted.safetensors", "about", 0, lambda *words: None)
     assert composer.fitted == {}
     assert not list(tmp_path.iterdir())
+
+
+def test_fits_on_the_text_that_compares_plans_and_not_on_that_of_the_proof(base, facts, tmp_path, monkeypatch):
+    monkeypatch.setattr(fitting, "_STEPS", 4)
+    words = np.random.default_rng(0).choice(WORDS[4:], 600)
+
+    def fitted(name, text):
+        (tmp_path / f"{name}.txt").write_text(" ".join(text), encoding="utf-8")
+        stage = SearchStage(length=24, budget="kl<=1", text=str(tmp_path / f"{name}.txt"), examples=6)
+        composer = Composer(base, facts)
+        running = {HEDGEHOG.name: composer.make(composer.everywhere(HEDGEHOG)).model}
+        said: list[tuple[int, int]] = []
+        file = tmp_path / f"{name}.safetensors"
+        fit(composer, Judge(base, stage, 0), running, file, "about", 0, lambda *at: said.append(at))
+        assert said[-1] == (4, 4)
+        return load_file(file)
+
+    # Six rows of 22 words, and their special tokens, compare plans.
+    searched, rest = words[:132], words[132:]
+    first = fitted("first", [*searched, *rest])
+    other_proof = fitted("proof", [*searched, *rest[::-1]])
+    other_search = fitted("search", [*searched[::-1], *rest])
+    assert all(torch.equal(first[name], other_proof[name]) for name in first)
+    assert not all(torch.equal(first[name], other_search[name]) for name in first)

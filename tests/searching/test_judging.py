@@ -1,5 +1,7 @@
 """How far a plan is from the base on one part of the data, and what that costs in points."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -123,3 +125,54 @@ def test_a_lower_perplexity_is_no_loss(tmp_path):
     assert gained < 0
     # Both are percent of the base's score, so they are not the same number.
     assert (1 + found.loss / 100) * (1 + gained / 100) == pytest.approx(1, rel=1e-3)
+
+
+def test_the_error_of_a_loss_counts_groups_and_not_their_copies(base, converted, tmp_path):
+    """Twenty sentences, each three times in a group of its own, are as good as twenty."""
+    random = np.random.default_rng(1)
+    rows = [f"{' '.join(random.choice(WORDS[4:], random.integers(6, 40)))}\t{random.integers(2)}" for _ in range(40)]
+    copies = [f"{row}\t{number}" for number, row in enumerate(rows) for _ in range(3)]
+    file = tmp_path / "grouped.tsv"
+    file.write_text("\n".join(["text\tlabel\tgroup", *copies]) + "\n", encoding="utf-8")
+    stage = SearchStage(length=48, budget="loss<=1", task="text-classification", data=str(file), examples=60)
+    judge = Judge(base, stage, 0)
+    part = judge.search
+    labels = np.array([example.label for example in part.prepared.split.examples])[part.prepared.owners]
+    right = [(logits(model, part).argmax(-1).numpy() == labels).astype(float) for model in (base.model, converted)]
+    units = [example.unit for example in part.prepared.split.examples]
+    lost = 100 * (right[0] - right[1])
+    each = np.array([lost[units.index(unit)] for unit in dict.fromkeys(units)])
+    assert len(each) == 20
+    found = judge.measure(converted, part)
+    assert found.loss == pytest.approx(lost.mean())
+    assert 0 < found.error == pytest.approx(each.std() / np.sqrt(20), rel=0.25)
+
+
+def test_what_was_read_has_one_hash_and_what_else_is_read_another(base, sentences, text, tmp_path):
+    task = {"task": "glue/sst2", "data": str(sentences), "split": "dev", "budget": "loss<=1"}
+
+    def of(seed=0, **options):
+        return Judge(
+            base, SearchStage(**{"length": 24, "examples": 12, "calibration": 10, **options}), seed
+        ).examples_sha256
+
+    first = of(**task)
+    # The goal, the time and the proof change nothing.
+    assert of(**{**task, "budget": "loss<=2", "length": 20, "proof": 30, "batch": 3}) == first
+    copy = shutil.copytree(sentences, tmp_path / "SST-2")
+    assert of(**{**task, "data": str(copy)}) == first
+    rows = (copy / "dev.tsv").read_text().splitlines()
+    turned = [rows[0], *(row[:-1] + str(1 - int(row[-1])) for row in rows[1:])]
+    (copy / "dev.tsv").write_text("\n".join(turned) + "\n")
+    others = [
+        {"data": str(copy)},
+        {"limit": 100},
+        {"examples": 13},
+        {"calibration": 11},
+        {"min_length": 20},
+        {"seed": 1},
+    ]
+    found = [of(**{**task, **other}) for other in others]
+    of_text = {"budget": "kl<=1", "text": str(text)}
+    found += [of(**of_text), of(**{**of_text, "length": 20})]
+    assert len({first, *found}) == 1 + len(found)

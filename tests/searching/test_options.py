@@ -1,6 +1,7 @@
 """What may be asked of a search: budgets, speeds, latencies, and what contradicts itself."""
 
 import pytest
+from pydantic import ValidationError
 
 from approx.errors import ApproxError
 from approx.planning.rule import Rule
@@ -79,3 +80,28 @@ def test_bounds_and_times_are_read_from_their_texts():
     assert (stage.allowed, stage.seconds) == (("loss", 0.5), 120.0)
     free = SearchStage(length=8, speed="2x")
     assert (free.allowed, free.seconds) == (None, None)
+
+
+def test_by_default_a_search_is_what_its_page_says():
+    stage = SearchStage(length=8, speed="2x")
+    assert (stage.examples, stage.proof, stage.front, stage.batch, stage.granularity) == (300, 500, 5, 1, "layer")
+    absent = ("task", "data", "split", "limit", "min_length", "text", "mechanisms", "candidates", "heal", "calibration")
+    assert [getattr(stage, name) for name in absent] == [None] * len(absent)
+    assert (stage.settings, stage.truncate) == ({}, False)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"length": 0}, {"batch": 0}, {"examples": 0}, {"proof": 0}, {"calibration": 0}, {"limit": 0}, {"min_length": 0}, {"front": -1},
+        {"granularity": "block"}, {"heal": "distill"}, {"time_budget": "soon"}, {"speed": "1x"}, {"budget": "loss<1"},
+        {"latency": "20"}, {"unknown": 1},
+    ],
+)  # fmt: skip
+def test_what_no_search_can_be_is_refused(wrong):
+    with pytest.raises(ValidationError):
+        SearchStage(**{"length": 8, "speed": "2x", **wrong})
+
+
+def test_no_plan_beside_the_found_one_is_allowed():
+    assert SearchStage(length=8, speed="2x", front=0).front == 0

@@ -99,6 +99,29 @@ def test_too_few_examples_are_refused(base, sentences, options, said, code):
     assert caught.value.exit_code == code
 
 
+def test_inputs_beyond_the_positions_are_refused_or_cut(base, tmp_path):
+    folder = tmp_path / "SST-2"
+    folder.mkdir()
+    rows = [f"{' '.join(['good'] * (100 if number < 5 else 9))}\t{number % 2}" for number in range(40)]
+    (folder / "dev.tsv").write_text("\n".join(["sentence\tlabel", *rows]) + "\n", encoding="utf-8")
+    with pytest.raises(ApproxError, match="64"):
+        of_task(base, folder)
+    cut = of_task(base, folder, truncate=True)
+    assert max(max(part.prepared.lengths) for part in cut[1:]) == 64
+    assert sum(part.prepared.truncated for part in cut[1:]) == 5
+
+
+def test_the_seed_divides_the_examples(base, sentences):
+    def searched(seed):
+        stage = SearchStage(
+            length=48, budget="loss<=1", task="glue/sst2", data=str(sentences), split="dev", examples=40
+        )
+        found = parts.of_task(base, checkpoint.processor(base.source), open_task("glue/sst2"), stage, seed)
+        return ids(found[1])
+
+    assert searched(0) == searched(0) != searched(1)
+
+
 def test_ten_examples_on_either_side_are_enough(base, sentences):
     assert [part.inputs for part in of_task(base, sentences, limit=20, calibration=10)] == [10, 10, 10]
 
@@ -123,6 +146,8 @@ def test_a_text_is_cut_into_rows_of_the_timed_length_the_first_half_searched(bas
     assert rows(calibration) == due[:3]
     assert [batch.rows for part in (search, proof) for batch in part.batches] == [[n] for n in range(12)] * 2
     assert [part.inputs for part in (calibration, search, proof)] == [3, 12, 12]
+    # By default the gradients are of 64 rows at most.
+    assert [part.inputs for part in of_text(base, text=str(text), length=24, examples=70)] == [64, 70, 70]
 
 
 def test_a_short_text_is_cut_into_shorter_rows(base, tmp_path):

@@ -10,7 +10,7 @@ from approx.evaluation.record_model import Quality
 from approx.evaluation.record_speed import Speed
 from approx.searching.outcome import Proof, Searched
 from approx.searching.proving import Proven, divergence_interval, loss_in_points
-from typed import part_of
+from typed import known, part_of
 
 
 def quality(metric: str, lower: bool, base: float, difference: float, interval: Any = None) -> Quality:
@@ -57,12 +57,44 @@ def test_the_interval_of_a_divergence_is_that_of_its_mean():
     judge: Any = SimpleNamespace(
         proof="proof", divergences=lambda model, part: apart if (model, part) == ("model", "proof") else None
     )
-    mean, (low, high) = divergence_interval(judge, "model", 0)
+    mean, ends = divergence_interval(judge, "model", 0)
+    low, high = known(ends)
     assert mean == pytest.approx(apart.mean())
     half = 1.96 * apart.std() / 20
     assert (low, high) == (pytest.approx(mean - half, rel=0.05), pytest.approx(mean + half, rel=0.05))
     assert divergence_interval(judge, "model", 0) == (mean, (low, high))
     assert divergence_interval(judge, "model", 1) != (mean, (low, high))
+
+
+@pytest.mark.parametrize(
+    ("apart", "ends"),
+    [
+        # Eight rows that are alike: one in 2.7 may change wholly though none does, so either end is 0.37 away.
+        ([1.0] * 8, (0.63, 1.37)),
+        ([1e-6] * 8, (0.63e-6, 1.37e-6)),
+        # Three rows bound nothing from below.
+        ([0.5] * 3, (0.146, 0.854)),
+        # Nothing was approximated, or only one row: nothing is known of others.
+        ([0.0] * 8, None),
+        ([0.5], None),
+        ([0.0], None),
+    ],
+)
+def test_rows_that_are_alike_leave_a_doubt(apart, ends):
+    judge: Any = SimpleNamespace(proof="proof", divergences=lambda model, part: np.array(apart))
+    mean, found = divergence_interval(judge, "model", 0)
+    assert mean == pytest.approx(np.mean(apart))
+    assert found == (None if ends is None else pytest.approx(ends, rel=0.02))
+
+
+def test_a_rare_bad_row_reaches_far():
+    judge: Any = SimpleNamespace(proof="proof", divergences=lambda model, part: np.array([0.0] * 59 + [6.0]))
+    mean, ends = divergence_interval(judge, "model", 0)
+    low, high = known(ends)
+    assert mean == pytest.approx(0.1)
+    # Six in a hundred rows may be as bad.
+    assert low == 0.0
+    assert 6 * 0.06 < high < 6 * 0.15
 
 
 @pytest.mark.parametrize(

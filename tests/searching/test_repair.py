@@ -215,3 +215,25 @@ def test_the_search_ends_once_nothing_gets_better_or_nothing_is_left():
         assert found(measuring) == (2,) * 6
         # Twenty in a row, each of which was no advance.
         assert len(measuring.measured) == 21
+
+
+def test_beliefs_are_the_likeliest_damages_between_prediction_and_measurement():
+    """The same as least squares: predictions with their spread, and measurements with their noise."""
+    random = np.random.default_rng(2)
+    damages = np.column_stack([random.uniform(0.1, 1, (3, 2)), np.zeros(3)])
+    measured = {(0, 1, 2): 0.9, (1, 1, 0): 2.5, (2, 0, 1): 0.4, (0, 0, 0): 1.7}
+    found = Space(np.zeros((3, 3)), damages).corrected(measured)
+    values = np.array(list(measured.values()))
+    sums = np.array([sum(damages[site, choice] for site, choice in enumerate(plan)) for plan in measured])
+    prior = (damages * np.exp(np.median(np.log(values / sums)))).ravel()
+    spread = prior + 0.3 * prior.mean()
+    free = np.flatnonzero(prior)
+    chosen = np.zeros((4, 9))
+    for row, plan in enumerate(measured):
+        chosen[row, [3 * site + choice for site, choice in enumerate(plan)]] = 1
+    weighted = [np.diag(1 / spread[free]), chosen[:, free] / (0.1 * values)[:, None]]
+    due = np.concatenate([prior[free] / spread[free], np.full(4, 10.0)])
+    believed, *_ = np.linalg.lstsq(np.vstack(weighted), due, rcond=None)
+    expected = np.zeros(9)
+    expected[free] = np.maximum(believed, 0.05 * prior[free])
+    assert found.damages.ravel() == pytest.approx(expected, rel=1e-5)

@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from approx.checkpoints.integrity import state_sha256
+from approx.checkpoints.receipt import Check
 from approx.errors import ApproxError, Exit
 from approx.planning.rule import Rule
 from approx.searching import proving, search
@@ -208,6 +210,15 @@ def test_finalists_lose_at_most_a_half_and_a_quarter_of_the_budget(searching):
         made.trials.measured[plan] = Measured(loss)
         made.trials.divergences[plan] = loss
     assert made._finalists((0, 0, 0, 0)) == [(0, 0, 0, 0), (0, 0, 0, 3), (0, 1, 3, 3)]
+    # Of those that lose no more than a half the fastest, wherever its layers are.
+    for plan, loss in (((3, 0, 0, 0), 0.38), ((0, 3, 0, 3), 0.37), ((3, 2, 1, 3), 0.1)):
+        made.trials.measured[plan] = Measured(loss)
+        made.trials.divergences[plan] = loss
+    del made.trials.measured[0, 0, 0, 3]
+    assert made._finalists((0, 0, 0, 0)) == [(0, 0, 0, 0), (3, 0, 0, 0), (0, 1, 3, 3)]
+    made.trials.measured[0, 0, 0, 3] = Measured(0.4)
+    for plan in ((3, 0, 0, 0), (0, 3, 0, 3), (3, 2, 1, 3)):
+        del made.trials.measured[plan]
     # Without a budget the shares are those of the best plan's own loss; what saves no time is no finalist.
     free = searching(speed="1.1x")
     free.trials.space, free.trials.measured, free.trials.divergences = (
@@ -302,6 +313,85 @@ def test_layers_may_convert_part_of_their_heads(searching):
     assert made.trials.heads.keys() == set(itertools.product(range(3), (1, 2, 3)))
     assert all(len(heads) == column for (_, column), heads in made.trials.heads.items())
     assert [one.choice for one in made.run().layers if one.choice.endswith("heads")]
+
+
+def test_if_time_is_up_before_anything_is_allowed_the_least_loss_is_told(searching, monkeypatch):
+    now = itertools.count()
+    monkeypatch.setattr(search.time, "monotonic", lambda: float(next(now)))
+    made = searching(budget="kl<=0.000001", time_budget="1s")
+    found = made.run()
+    assert not found.feasible
+    assert found.measured == len(made.trials.measured) <= 4
+    least = min(made.trials.measured, key=lambda plan: made.trials.measured[plan].divergence)
+    assert found.plan == made.composer.plan(made.trials.choices(least))
+    assert list(found.models) == ["found"]
+
+
+def test_the_seed_is_that_of_times_of_parts_and_of_the_proof(searching, clock, monkeypatch):
+    drawn = []
+    original = search.damage.measure
+    monkeypatch.setattr(search.damage, "measure", lambda *about: drawn.append(about[4]) or original(*about))
+    found = searching(budget="kl<=0.5", front=0, seed=5).run()
+    # Once for the candidates, and once for the proof with more rounds.
+    assert clock.seeds == [5, 5]
+    assert [grid.rounds for _, grid, _ in clock.raced] == [8, 12]
+    assert drawn == [5]
+    other = searching("other", budget="kl<=0.5", front=0, seed=6).run()
+    name = next(iter(found.divergences.keys() & other.divergences.keys()))
+    assert found.divergences[name] == pytest.approx(other.divergences[name])
+    assert found.proof.interval != other.proof.interval
+
+
+@pytest.mark.parametrize("name", ["exact_limit", "padding", "causality"])
+def test_a_plan_that_fails_a_check_is_not_verified(searching, monkeypatch, name):
+    monkeypatch.setattr(proving.checks, name, lambda *about: Check(name, False, "it differs"))
+    found = searching(budget="kl<=0.5", front=0, time_budget="1h").run()
+    assert found.verified
+    assert not any(found.verified.values())
+
+
+def test_a_fit_of_another_search_or_a_damaged_one_is_refused(searching):
+    options = {
+        "budget": "kl<=9",
+        "candidates": [Rule("linear", settings={"feature_map": "hedgehog"})],
+        "heal": "transfer",
+    }
+    for seed, text, said, code in (
+        (0, b"no tensors", "is damaged.*--force", Exit.UNAVAILABLE),
+        (1, None, "was fitted for another model, other candidates or other examples", Exit.REFUSED),
+        (0, None, "is damaged: .*size mismatch|is damaged: .*Missing key", Exit.UNAVAILABLE),
+    ):
+        made = searching(**options, seed=seed)
+        made.folder.mkdir(exist_ok=True)
+        if text is None:
+            save_file({"x": torch.zeros(1)}, made.folder / FITTED, {"about": searching(**options).about})
+        else:
+            (made.folder / FITTED).write_bytes(text)
+        with pytest.raises(ApproxError, match=said) as caught:
+            made.damages()
+        assert caught.value.exit_code == code
+
+
+def test_what_a_search_is_about(searching, base, sentences):
+    task = {
+        "task": "glue/sst2",
+        "data": str(sentences),
+        "split": "dev",
+        "budget": "loss<=1",
+        "examples": 20,
+        "text": None,
+    }
+    first, of_task = searching(budget="kl<=1").about, searching(**task).about
+    # Another goal, other times and another proof are about the same.
+    assert searching(budget="kl<=2", batch=2, front=0, time_budget="1h").about == first
+    assert searching(**{**task, "budget": "loss<=3", "speed": "1.1x", "proof": 30}).about == of_task
+    others = [
+        searching(budget="kl<=1", **other).about
+        for other in ({"candidates": RULES[:2]}, {"length": 20}, {"examples": 5}, {"calibration": 3}, {"seed": 1}, {"heal": "transfer"},
+                      {"candidates": [Rule("local", settings={"left": 1, "right": 2}), *RULES[1:]]})
+    ]  # fmt: skip
+    others += [searching(**{**task, **other}).about for other in ({"limit": 90}, {"seed": 1}, {"min_length": 20})]
+    assert len({first, of_task, *others}) == 2 + len(others)
 
 
 def test_a_time_budget_ends_the_measurements_before_the_proof(searching, monkeypatch):
@@ -434,6 +524,10 @@ def test_plans_of_a_front_that_take_the_same_time_are_one(longest, kept):
         (0.1, (0.05, 0.2), 0.19, "inconclusive"),
         (0.1, (0.05, 0.2), 0.1, "inconclusive"),
         (0.1, (0.05, 0.2), 0.09, "beyond the budget"),
+        # Without an interval nothing is shown.
+        (0.1, None, 0.1, "inconclusive"),
+        (0.1, None, 0.09, "beyond the budget"),
+        (0.1, None, None, "no budget"),
     ],
 )
 def test_the_verdict_of_a_divergence_goes_by_its_interval(loss, interval, bound, verdict):

@@ -33,7 +33,8 @@ def page(fuzz: dict[str, Any], kills: dict[str, Any], big: dict[str, Any], push:
             "",
             f"`make fuzz MINUTES={fuzz['seconds'] / 60:.0f} SEED={fuzz['seed']}` damaged {fuzz['inputs']:,} files in "
             f"{fuzz['seconds']:,} seconds with {fuzz['processes']} processes. A file passes if approx reads it or refuses it with its "
-            "own error, within 20 seconds and 2 GB, and changes nothing.",
+            "own error, within 20 seconds and 2 GB, and changes nothing. What comes from others, such as checkpoints, also makes it read "
+            "nothing outside of its folder and run none of its code: both are put there to be found.",
             "",
             "| kind of file | inputs | read | refused | failed |",
             "|---|--:|--:|--:|--:|",

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
-from approx.errors import ApproxError, Exit
+from approx.errors import ApproxError, Exit, shown
 
 
 class Base(BaseModel):
@@ -68,6 +68,18 @@ class Conversion(_Step):
     calibration: CalibrationText | None = None
     calibration_length: int
     carried: dict[str, str] = {}
+
+    @field_validator("plan")
+    @classmethod
+    def _of_rules(cls, plan: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Check what the card shows of the rules; the plan that counts is that of the layers."""
+        kinds = {"mechanism": str, "settings": dict, "exact_below": int}
+        for rule in plan:
+            if "mechanism" not in rule or any(
+                not isinstance(rule.get(key, kind()), kind) for key, kind in kinds.items()
+            ):
+                raise ValueError(f"{shown(rule)} is no rule of a plan")
+        return plan
 
 
 class Training(_Step):

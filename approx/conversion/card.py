@@ -188,7 +188,7 @@ def _rule(rule: dict[str, Any]) -> str:
     settings = ", ".join(f"{name} = {value}" for name, value in (rule.get("settings") or {}).items())
     heads = f", heads {rule['heads']}" if rule.get("heads", "all") != "all" else ""
     below = f", exact below {rule['exact_below']:,} tokens" if rule.get("exact_below") else ""
-    return f"`{rule['mechanism']}`{f' ({settings})' if settings else ''} on layers {rule.get('layers', 'all')}{heads}{below}"
+    return f"{_code(rule['mechanism'])}{f' ({settings})' if settings else ''} on layers {rule.get('layers', 'all')}{heads}{below}"
 
 
 def _code(name: str) -> str:

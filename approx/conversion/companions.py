@@ -214,8 +214,20 @@ def set_longest(folder: Path, tokens: int) -> None:
 
 
 def settings(path: Path) -> dict[str, Any]:
-    """The settings in a file; none if there is no file."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    """The settings in a file; none if there is no file.
+
+    Raises:
+        ApproxError: if it is not a JSON object.
+    """
+    try:
+        read = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        if not isinstance(read, dict):
+            raise ValueError("it is not an object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ApproxError(
+            f"{path} cannot be read as JSON settings: {error}. Correct it, or download it again.", Exit.UNAVAILABLE
+        ) from None
+    return read
 
 
 def change(path: Path, changes: dict[str, Any]) -> None:

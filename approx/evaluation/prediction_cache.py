@@ -42,10 +42,14 @@ class Ledger:
         self._warned = False
 
     def read(self) -> dict[int, list[Any]]:
-        """Number of a batch -> the predictions of its rows."""
+        """Number of a batch -> the predictions of its rows; what cannot be read, or was removed meanwhile, is computed again."""
         batches: dict[int, list[Any]] = {}
         for path in sorted(self._folder.glob(f"{self._key}.*.jsonl")):
-            for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                text = path.read_text(encoding="utf-8", errors="replace")
+            except OSError:
+                continue
+            for line in text.splitlines():
                 match _parsed(line):
                     case [int(batch), list(predictions), int(checksum)] if checksum == _checksum(batch, predictions):
                         batches[batch] = predictions

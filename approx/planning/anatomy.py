@@ -112,6 +112,8 @@ class _Kind:
     config: Any = field(compare=False)
 
 
+_RESTRICTED = "restricts its attention with its own mask (a sliding window, chunks, or one that it builds itself)"
+_BIASED = "adds its own mask or bias to the scores of its attention (as relative positions do, or the shifted windows of a Swin model)"
 # The module, the shapes of its queries and keys, the factor of the scores, and further keywords. Tensors would be held too long.
 _Call = tuple[nn.Module, torch.Size, torch.Size, float | None, dict[str, Any]]
 
@@ -123,13 +125,20 @@ class _Observer:
         self.calls: list[_Call] = []
         self.held = Held()
         self.begun: list[int] = []
-        self.plain_masks = True
+        # What the attention does that no mechanism can; None if that is nothing.
+        self.own: str | None = None
 
     def run(self, model: Any, inputs: dict[str, Tensor]) -> None:
         """Observe one forward pass; what was observed before is forgotten."""
         self.calls, self.begun, self.held = [], [], Held()
         with torch.no_grad(), self.held:
             model(**inputs)
+        if self.held.draws:
+            raise ApproxError(
+                f"{type(model).__name__} draws random numbers in its forward pass, also when it does not train, so no two of its outputs "
+                "can be compared. It cannot be converted.",
+                Exit.UNSUPPORTED,
+            )
 
     def attention(
         self,
@@ -142,14 +151,16 @@ class _Observer:
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        # `mask` gives none, so this one is the model's own.
-        self.plain_masks &= attention_mask is None
+        if attention_mask is not None:
+            # `mask` gives none, so this one is the model's own.
+            self.own = _BIASED if attention_mask.is_floating_point() else _RESTRICTED
         self.calls.append((module, query.shape, key.shape, scaling, kwargs))
         self.begun.append(self.held.now + query.numel() * query.element_size())
         return values_only(module, query, key, value)
 
     def mask(self, *args: Any, mask_function: Any = causal_mask_function, **kwargs: Any) -> None:
-        self.plain_masks &= mask_function in (causal_mask_function, bidirectional_mask_function)
+        if mask_function not in (causal_mask_function, bidirectional_mask_function):
+            self.own = _RESTRICTED
 
 
 def anatomy(config: Any, model_class: type) -> Anatomy:
@@ -323,7 +334,7 @@ def _observe(kind: _Kind) -> Anatomy:
     return Anatomy(
         family=config.model_type,
         architecture=model_class.__name__,
-        sites=_sites(model, observer.plain_masks, own),
+        sites=_sites(model, observer.own, own),
         cross_attention=len(cross),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         positions=positions.limit(config),
@@ -358,12 +369,13 @@ def _is_cross(*calls: _Call) -> bool:
     return any(query[-2] != key[-2] for _, query, key, *_ in calls)
 
 
-def _sites(model: Any, plain_masks: bool, pairs: list[list[_Call]]) -> tuple[Site, ...]:
+def _sites(model: Any, unlike: str | None, pairs: list[list[_Call]]) -> tuple[Site, ...]:
     name = type(model).__name__
-    if not plain_masks:
+    if unlike is not None:
+        like = "ViT" if model.main_input_name == "pixel_values" else "BERT, GPT-2 and Llama"
         raise ApproxError(
-            f"{name} restricts its attention with its own mask (a sliding window, chunks, or one that it builds itself), which the mechanisms do not "
-            "support. Only models with plain causal or bidirectional attention can be converted.",
+            f"{name} {unlike}, which the mechanisms do not support. Only models with plain causal or bidirectional attention can be "
+            f"converted, such as {like}.",
             Exit.UNSUPPORTED,
         )
     paths = {module: path for path, module in model.base_model.named_modules()}

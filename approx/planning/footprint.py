@@ -63,16 +63,19 @@ class Held(TorchDispatchMode):
     Attributes:
         now: Bytes at present.
         moments: Bytes after each allocation.
+        draws: Whether random numbers were drawn.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0
+        self.draws = False
         self.moments: list[int] = []
         self._alive: dict[int, Any] = {}
 
     def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        self.draws |= torch.Tag.nondeterministic_seeded in func.tags  # type: ignore[attr-defined]  # every operator has tags
         before = {storage._cdata for storage in _storages((args, kwargs))}
         for storage in _storages(out):
             if storage._cdata not in before and storage._cdata not in self._alive:

@@ -17,6 +17,8 @@ from typing import Any
 
 from huggingface_hub import constants, get_token
 
+from approx.errors import ApproxError, Exit
+
 # Forms of access tokens and keys. detect-secrets has had no release since May 2024 and lacks several of these.
 # Each begins with letters that are found fast, or has a hint that a text without a secret lacks.
 _FORMS = tuple(
@@ -325,7 +327,15 @@ def _text(file: Path) -> str:
 
 
 def rewritten(file: Path, change: Callable[[Any], Any]) -> None:
-    """Change the data of a JSON file; it keeps its bytes if nothing changes."""
-    data = _json(file.read_text(encoding="utf-8"))
+    """Change the data of a JSON file; it keeps its bytes if nothing changes.
+
+    Raises:
+        ApproxError: if it is not UTF-8.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ApproxError(f"{file.name} is not UTF-8: {error}. Copy the folder again.", Exit.UNAVAILABLE) from None
+    data = _json(text)
     if data is not None and (changed := change(data)) != data:
         file.write_text(json.dumps(changed, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -326,7 +326,8 @@ def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             for row in batch.to_pylist():
                 number += 1
                 yield number, row
-    except pyarrow.ArrowException as error:
+    # Texts that are not UTF-8, and dates that Python does not have, are found only in the rows.
+    except (pyarrow.ArrowException, ValueError, ArithmeticError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ApproxError(f"{path} is damaged ({reason}). Download it again.", Exit.UNAVAILABLE) from None
 

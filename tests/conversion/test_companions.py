@@ -86,6 +86,17 @@ def test_bad_modules_are_refused_before_anything_is_published(encoder, tmp_path,
     assert not (tmp_path / "converted").exists()
 
 
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"3", b'"x"', b"\xef\xbb\xbf{}", b'{"x": "\xff"}'], ids=repr)
+def test_refuses_settings_that_are_no_json_object(encoder, tmp_path, text):
+    file = encoder / "sentence_bert_config.json"
+    file.write_bytes(text)
+    with pytest.raises(ApproxError, match=r"sentence_bert_config\.json cannot be read as JSON settings") as caught:
+        convert.convert(encoder, tmp_path / "out", PLAN, max_length=96)
+    assert caught.value.exit_code == Exit.UNAVAILABLE
+    assert len(str(caught.value).splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("own", ["", ".", "./"])
 def test_the_folder_of_the_transformer_itself_is_no_module(encoder, tmp_path, own):
     (encoder / "modules.json").write_text(json.dumps([{"path": own}, {"path": "1_Pooling"}]))

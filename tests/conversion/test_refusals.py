@@ -38,6 +38,13 @@ def refused(code, *words):
         ("MistralModel", {"num_key_value_heads": 2, "sliding_window": 8}, ["sliding"]),
         ("AlbertModel", {"embedding_size": 16}, ["one attention module"]),
         ("LayoutLMModel", {"max_position_embeddings": 32}, ["its own mask"]),
+        ("ViTMAEModel", {"image_size": 32, "patch_size": 8}, ["draws random numbers"]),
+        (
+            "SwinModel",
+            {"image_size": 32, "patch_size": 4, "embed_dim": 32, "depths": [1], "window_size": 4}
+            | {"num_attention_heads": [2], "num_hidden_layers": 1},
+            ["shifted windows of a Swin model", "such as ViT"],
+        ),
         ("CLIPModel", {}, ["several models", "text_config", "vision_config"]),
         ("T5Model", {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}, ["position_bias"]),
         (

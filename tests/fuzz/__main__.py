@@ -35,7 +35,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0, help="how long")
     parser.add_argument("--seed", type=int, default=1, help="which cases")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--only", help="a kind of file, such as 'recipe'")
+    parser.add_argument("--only", action="append", help="a kind of file, such as 'recipe'; may be repeated")
     parser.add_argument("-o", "--output", type=Path, help="a JSON file for the figures")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="approx-fuzz-") as scratch:

@@ -19,12 +19,13 @@ _SMALLER_SECONDS = 60
 
 
 def campaign(
-    seed: int, seconds: float, jobs: int, scratch: Path, folder: Path, only: str | None, output: Path | None
+    seed: int, seconds: float, jobs: int, scratch: Path, folder: Path, only: list[str] | None, output: Path | None
 ) -> int:
     """Run; 0 if nothing failed, else 1."""
     template = made(scratch / "place")
-    whole = _undamaged(template)
-    tell(f"seed {seed}: {len(KINDS)} kinds of files, {jobs} processes, {seconds:.0f} seconds")
+    whole = only or list(KINDS)
+    _read_undamaged(template, whole)
+    tell(f"seed {seed}: {len(whole)} kinds of files, {jobs} processes, {seconds:.0f} seconds")
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     failures: dict[str, list[tuple[Order, Case, Verdict]]] = defaultdict(list)
 
@@ -37,7 +38,7 @@ def campaign(
 
     began = time.monotonic()
     with workers(template, jobs) as crew:
-        orders = _orders(seed, began + seconds, [only] if only else list(KINDS), spent := defaultdict(float))
+        orders = _orders(seed, began + seconds, whole, spent := defaultdict(float))
 
         def timed(order: Order, case: Case, verdict: Verdict, took: float) -> None:
             spent[case.kind] += took
@@ -63,19 +64,18 @@ def tell(line: str) -> None:
     print(line, flush=True)
 
 
-def _undamaged(template: Path) -> list[str]:
+def _read_undamaged(template: Path, kinds: list[str]) -> None:
     """Check that what is not damaged is read, and load what every process needs."""
     place, wrong = template.with_name("copy"), []
     shutil.copytree(template, place)
-    for kind, one in KINDS.items():
-        for pattern in one.targets:
+    for kind in kinds:
+        for pattern in KINDS[kind].targets:
             files = [path for path in template.glob(pattern) if path.is_file()]
             assert files, f"{kind}: no file {pattern}"
             for file in files:
                 verdict = judged(Case(kind, str(file.relative_to(template)), file.read_bytes()), place, template)
-                wrong += [] if verdict.status == "read" else [f"{kind}, {file.name}: {verdict.detail}"]
+                wrong += [] if verdict.status == "read" else [f"{kind}, {file.name}: {verdict.where} {verdict.detail}"]
     assert not wrong, "\n".join(wrong)
-    return list(KINDS)
 
 
 def _orders(seed: int, until: float, kinds: list[str], spent: dict[str, float]) -> Iterator[Order]:

@@ -10,7 +10,9 @@ from pathlib import Path
 from random import Random
 
 from approx.errors import ApproxError
+from fuzz import mutations
 from fuzz.kinds import KINDS
+from fuzz.mutations import HERE, OUTSIDE, PATHS
 
 FOUND = Path(__file__).with_name("found")
 _OURS = ("approx", "approx_kernels")
@@ -25,12 +27,14 @@ class Case:
     Attributes:
         kind: A key of `KINDS`.
         target: Its path in the place.
-        content: What it holds; None if it is gone.
+        content: What it holds, with `HERE` for the folder of the place; None if it is gone.
+        link: Whether it is a symbolic link; its content is where it leads.
     """
 
     kind: str
     target: str
     content: bytes | None
+    link: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,9 +56,16 @@ def drawn(kind: str, seed: int, number: int, template: Path) -> Case:
     """The case of a number; the same whenever it is drawn."""
     random = Random(f"{seed} {kind} {number}")
     files = sorted(path for pattern in KINDS[kind].targets for path in template.glob(pattern) if path.is_file())
-    path = random.choice(files)
-    content = None if random.random() < 0.01 else KINDS[kind].mutate(random, path.read_bytes())
-    return Case(kind, path.relative_to(template).as_posix(), content)
+    target, chosen = random.choice(files).relative_to(template).as_posix(), random.random()
+    if chosen < 0.01:
+        return Case(kind, target, None)
+    if chosen < 0.03:
+        same = f"{'../' * target.count('/')}{OUTSIDE}/{Path(target).name}"
+        return Case(kind, target, random.choice((same, *PATHS[1:])).encode(), link=True)
+    if chosen < 0.2 and KINDS[kind].added:
+        name = random.choice(KINDS[kind].added)
+        return Case(kind, f"{target.partition('/')[0]}/{name}", mutations.added(random, name))
+    return Case(kind, target, KINDS[kind].mutate(random, (template / target).read_bytes()))
 
 
 def judged(case: Case, place: Path, template: Path) -> Verdict:
@@ -62,12 +73,12 @@ def judged(case: Case, place: Path, template: Path) -> Verdict:
     kind, target = KINDS[case.kind], Path(case.target)
     before = Path.cwd()
     os.chdir(place)
+    os.environ["APPROX_FUZZ_PLACE"] = str(place)
     try:
-        target.unlink()
-        if case.content is not None:
-            target.write_bytes(case.content)
+        _damage(case, place)
         kind.prepare(target)
         seen = _files(place)
+        _unread(place)
         try:
             kind.read(target)
             verdict = Verdict("read")
@@ -79,16 +90,43 @@ def judged(case: Case, place: Path, template: Path) -> Verdict:
             verdict = Verdict("failed", _where(error), traceback.format_exc()[-4000:])
         if changed := sorted(name for name, _ in seen.symmetric_difference(_files(place))):
             verdict = Verdict("failed", f"changed {changed[0]}", f"{', '.join(changed)}\n{verdict}")
+        if not kind.roams and (left := _unread(place)):
+            verdict = Verdict("failed", f"read {left[0]}", f"{', '.join(left)}\n{verdict}")
         return verdict
     finally:
         os.chdir(before)
         _restored(place, template)
 
 
+def _damage(case: Case, place: Path) -> None:
+    target = Path(case.target)
+    target.unlink(missing_ok=True)
+    if case.content is None:
+        return
+    content = case.content.replace(f"{HERE}/".encode(), f"{place}/".encode())
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # No link leads to a name with NUL, or to none.
+    if case.link and content and b"\0" not in content:
+        target.symlink_to(os.fsdecode(content))
+    else:
+        target.write_bytes(content)
+
+
+def _unread(place: Path) -> list[str]:
+    """The files outside of the damaged folders that were read since the last call, by their time of access."""
+    found = []
+    for path in sorted((place / OUTSIDE).rglob("*")):
+        status = path.stat()
+        if path.is_file() and status.st_atime_ns:
+            found.append(path.relative_to(place).as_posix())
+            os.utime(path, ns=(0, status.st_mtime_ns))
+    return found
+
+
 def stored(case: Case, folder: Path) -> Path:
     """Write a case below a folder, for `read`."""
     digest = hashlib.sha256(repr(case).encode()).hexdigest()[:8]
-    suffix = ".gone" if case.content is None else ".case"
+    suffix = ".gone" if case.content is None else ".link" if case.link else ".case"
     file = folder / case.kind / digest / (case.target + suffix)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(case.content or b"")
@@ -98,22 +136,24 @@ def stored(case: Case, folder: Path) -> Path:
 def read(folder: Path) -> list[Case]:
     """All cases below a folder."""
     cases = []
-    for file in sorted(path for suffix in ("case", "gone") for path in folder.rglob(f"*.{suffix}")):
+    for file in sorted(path for suffix in ("case", "gone", "link") for path in folder.rglob(f"*.{suffix}")):
         kind, _, *parts = file.relative_to(folder).with_suffix("").parts
-        cases.append(Case(kind, "/".join(parts), file.read_bytes() if file.suffix == ".case" else None))
+        content = None if file.suffix == ".gone" else file.read_bytes()
+        cases.append(Case(kind, "/".join(parts), content, link=file.suffix == ".link"))
     return cases
 
 
 def _files(place: Path) -> set[tuple[str, tuple[int, int]]]:
-    """Names, sizes and times of all files."""
+    """Names, sizes and times of all files, and the names of folders; links are not followed."""
     found = []
     folders, start = [str(place)], len(str(place)) + 1
     for folder in folders:
         for entry in os.scandir(folder):
-            if entry.is_dir():
+            if entry.is_dir(follow_symlinks=False):
                 folders.append(entry.path)
+                found.append((f"{entry.path[start:]}/", (0, 0)))
                 continue
-            status = entry.stat()
+            status = entry.stat(follow_symlinks=False)
             found.append((entry.path[start:], (status.st_size, status.st_mtime_ns)))
     return set(found)
 
@@ -124,12 +164,19 @@ def _undamaged(template: Path) -> set[tuple[str, tuple[int, int]]]:
 
 
 def _restored(place: Path, template: Path) -> None:
-    for name in {name for name, _ in _undamaged(template) ^ _files(place)}:
-        if (template / name).is_file():
-            (place / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(template / name, place / name)
+    changed = sorted({name for name, _ in _undamaged(template) ^ _files(place)})
+    # What is too much, the inner first; then what is missing, the outer first.
+    for name in reversed(changed):
+        if name.endswith("/"):
+            if not (template / name).is_dir():
+                (place / name).rmdir()
         else:
-            (place / name).unlink()
+            (place / name).unlink(missing_ok=True)
+    for name in changed:
+        if (template / name).is_dir():
+            (place / name).mkdir(exist_ok=True)
+        elif (template / name).is_file():
+            shutil.copy2(template / name, place / name)
 
 
 def _where(error: BaseException) -> str:

@@ -1,6 +1,10 @@
-"""Small damages to a file: to its bytes, to its lines, to the tree of a JSON or YAML text, to the header of safetensors."""
+"""Small damages to a file: to its bytes, to its lines, to the tree of a JSON or YAML text, to the header of safetensors.
+
+`OUTSIDE` is a folder beside every folder that is damaged; `HERE` in a damaged file stands for the folder of both.
+"""
 
 import copy
+import hashlib
 import io
 import json
 import struct
@@ -13,11 +17,71 @@ import pyarrow.parquet
 import yaml
 
 Mutation = Callable[[Random, bytes], bytes]
+HERE, OUTSIDE = "/place", "outside"
+CANARY = "approx_canary"
+SECRET = b'{"secret": 1}'
+# Names that leave a folder, or seem to; what they lead to exists.
+PATHS = (
+    *(f"{way}{OUTSIDE}/{name}" for name in ("secret.json", "model.safetensors", "config.json", "folder") for way in ("../", f"{HERE}/")),
+    *(f"{way}{CANARY}.py" for way in ("", "sub/", f"../{OUTSIDE}/", f"x/../../{OUTSIDE}/", f"..\\{OUTSIDE}\\", f"file://{HERE}/{OUTSIDE}/")),
+    *("..", ".", "/", "~", "", "./config.json", "config.json/", "sub//x", "C:\\x", "C:x", "\uff0e\uff0e/x", "../..", "//x/y", "-x"),
+)  # fmt: skip
+# Names of a class that only foreign code has.
+CLASSES = (
+    *(f"{way}{CANARY}.Canary" for way in ("", "sub.", ".", "..", "sub/", f"../{OUTSIDE}/", f"{OUTSIDE}.", f"..{OUTSIDE}.")),
+    *(f"{way}--{CANARY}.Canary" for way in ("me/other", OUTSIDE, f"../{OUTSIDE}", f"{HERE}/{OUTSIDE}", "", "bert", "me/other--x")),
+    *(f"{CANARY}.Canary.x", f"{CANARY}", f"{CANARY}:Canary", f"torch.nn.{CANARY}.Canary", f"sentence_transformers.models.{CANARY}"),
+)  # fmt: skip
+# Settings that make a library import what they name.
+_NAMING: tuple[tuple[str, Callable[[str], Any]], ...] = (
+    ("auto_map", lambda named: {"AutoConfig": named, "AutoModel": named, "AutoModelForSequenceClassification": named}),
+    ("auto_map", lambda named: {"AutoTokenizer": [named, named], "AutoProcessor": named, "AutoImageProcessor": named}),
+    ("auto_map", lambda named: named),
+    ("custom_pipelines", lambda named: {"x": {"impl": named, "pt": [named], "type": "text"}}),
+    ("auto_mapping", lambda named: {"base_model_class": "Canary", "parent_library": named.rpartition(".")[0] or named}),
+    *(
+        (key, str)
+        for key in (
+            "type", "tokenizer_class", "processor_class", "feature_extractor_type", "image_processor_type", "hidden_act",
+            "activation_fn", "activation_function", "sbert_ce_default_activation_function", "attn_implementation",
+            "_attn_implementation", "experts_implementation", "architectures", "model_type", "custom_generate", "quant_method",
+        )
+    ),
+)  # fmt: skip
+
+
+def _layers(count: int, text: str, first: str = "x") -> str:
+    """`text` within itself, so many times, where it says `@`."""
+    for _ in range(count):
+        first = text.replace("@", first)
+    return first
+
+
+def _doubled(count: int, first: str, text: str) -> str:
+    """A list whose items each hold, by aliases, the one before as often as `text` says `@`."""
+    items = [f"&a{number + 1} {text.replace('@', f'*a{number}')}" for number in range(count)]
+    return f"[{', '.join([f'&a0 {first}', *items])}]"
+
+
+# YAML whose aliases and merges stand for far more than is written, or for themselves, and deep nesting; each is one value.
+_GROWING = (
+    *(_doubled(depth, "[x, x]", "[@, @, @, @, @, @, @, @, @]") for depth in (3, 9, 60)),
+    *(_doubled(30, "{k: 1}", text) for text in ("{<<: @, a: @, b: @}", "{<<: [@, @]}", "{a: @, b: @}", "{? @ : @}")),
+    *("&a [*a]", "&a {x: *a}", "&a {<<: *a}", "&a {<<: [*a, *a]}", "[&a [&b [*a, *b]]]", "*a", "{<<: 1}", "{<<: [1]}", "{? [x]: 1}"),
+    *(_layers(depth, text) for depth in (90, 110, 3000) for text in ("[@]", "{a: @}", "[{a: @}]")),
+    *("!!set {a, a}", "!!omap [a: 1]", "!!binary x", "!!timestamp x", "!!merge x", "0o7", "1_000", "1:30", "=", "<<", "2024-01-01"),
+)  # fmt: skip
+# The same without what only YAML has.
+_DEEP = tuple(_layers(depth, text, "1") for depth in (90, 110, 3000, 100_000) for text in ("[@]", '{"a": @}'))
 
 _PIECES = (
     b"\0", b"\xff\xfe", b"\xef\xbb\xbf", b"\xed\xa0\x80", b"\n", b"\r\n", b"\t", b'"', b"'", b"{", b"}", b"[" * 50, b"[" * 5000,
     b"{" * 50, b":", b",", b"&a ", b"*a", b"<<: ", b"!!python/name:os ", b"- ", b"null", b"NaN", b"-Infinity", b"1e999", b"-0",
     b"version https://git-lfs.github.com/spec/v1\n", b"\x80\x05", b"PAR1", b"fLaC", b"RIFF", b"\x1f\x8b", b"\xe2\x80\xa8", b"\x85",
+    # What texts of users hold: line and paragraph separators, spaces that are none, quotes in and around cells, empty cells.
+    b"\xe2\x80\xa9", b"\xc2\x85", b"\xc2\xa0", b"\xe3\x80\x80", b"\xe2\x80\x8b", b"\x0b", b"\x0c", b"\x1c", b"\r", b"\r\r\n", b'""',
+    b'"a ""quoted"" cell"', b'"a', b'a"b', b'"two\nlines"', b'"a\tb"', b"\t\t", b"\t\r\n", b"''", b",,", b"\\", b"#", b"-DOCSTART- -X- O O",
+    b"\xe9\x80", b"\x93quoted\x94", b"e\xcc\x81", b"\xd7\xa9\xd7\x9c", b"\xf0\x9f\x91\x8d\xf0\x9f\x8f\xbd",
 )  # fmt: skip
 _NUMBERS = (0, 1, 2, 3, 7, 255, 256, 65535, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1)
 _VALUES: tuple[Any, ...] = (
@@ -25,6 +89,7 @@ _VALUES: tuple[Any, ...] = (
     float("nan"), float("inf"), float("-inf"), "", " ", "x", "0", "1", "-1", "nan", "all", "auto", "none", "é文", "\0", "\ud800", "\n",
     "../x", "/", "~", ".", "x" * 300, "x" * 20_000, "%s{}{0}", "<b>&", "__class__", "1e5", "2024-01-01", "0x10", [], {}, [[]],
     [None], [0], [-1], ["x"], {"": ""}, {"x": None}, {"rules": []}, [1, 2, 3], [1e308, 1e308], list(range(200)),
+    hashlib.sha256(SECRET).hexdigest(), 2**53 + 1, "\u2028", "a\u00a0b", "\u0085", "\ufeffx", "(a+)+$", "(x+x+)+y", ["(a|a)*$"],
 )  # fmt: skip
 _WORDS = (
     "bert", "gpt2", "wav2vec2", "roberta", "vit", "whisper", "relu", "gelu", "silu", "linear", "local", "clustered", "performer",
@@ -93,7 +158,7 @@ def of_lines(random: Random, content: bytes) -> bytes:
     lines = content.split(b"\n")
     for _ in range(random.choice((1, 1, 2, 4))):
         at, other = random.randrange(len(lines)), random.randrange(len(lines))
-        match random.randrange(7):
+        match random.randrange(9):
             case 0 if len(lines) > 1:
                 del lines[at]
             case 1:
@@ -110,7 +175,24 @@ def of_lines(random: Random, content: bytes) -> bytes:
                 lines[at] = random.choice((b" ", b"  ", b"\t", b"- ")) + lines[at]
             case 6:
                 lines.insert(at, random.choice(_PIECES))
-    return b"\n".join(lines)
+            case 7 if lines[at]:
+                within = random.randrange(len(lines[at]) + 1)
+                lines[at] = lines[at][:within] + random.choice(_PIECES) + lines[at][within:]
+            case 8 if len(lines) > 1 and not lines[-1]:
+                del lines[-1]
+    text = b"\n".join(lines)
+    return _rewritten(random, text) if random.random() < 0.15 else text
+
+
+def _rewritten(random: Random, content: bytes) -> bytes:
+    """The same text as another program writes it: its line ends and its encoding, with or without a mark."""
+    if random.random() < 0.5:
+        content = content.replace(b"\n", random.choice((b"\r\n", b"\r", b"\n\n")))
+    text = content.decode("utf-8", "replace")
+    encoding = random.choice(
+        ("utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "cp1252", "utf-7", "cp037")
+    )
+    return text.encode(encoding, "replace")
 
 
 def of_tree(random: Random, data: Any) -> Any:
@@ -121,7 +203,7 @@ def of_tree(random: Random, data: Any) -> Any:
         # The first place is the whole tree, which is seldom the most telling one.
         holder, key = random.choice(places if random.random() < 0.05 else places[1:] or places)
         value, (far, name) = holder[key], random.choice(places)
-        match random.randrange(11):
+        match random.randrange(13):
             case 0 | 1 | 2:
                 holder[key] = copy.deepcopy(random.choice(_VALUES))
             case 3:
@@ -135,11 +217,21 @@ def of_tree(random: Random, data: Any) -> Any:
             case 7 if isinstance(value, int | float):
                 holder[key] = value + random.choice((-1, 1, 0.5)) if random.random() < 0.5 else value * -1000
             case 8 if isinstance(holder, dict):
-                holder[random.choice((*_WORDS, "", "x", "\0", f"{key}s", key[:-1], key.upper()))] = holder.pop(key)
+                holder[random.choice((*_WORDS, *PATHS, "x", "\0", f"{key}s", key[:-1], key.upper()))] = holder.pop(key)
             case 9 if isinstance(value, dict):
                 value[random.choice((*_WORDS, "x", ""))] = copy.deepcopy(random.choice(_VALUES))
             case 10 if isinstance(value, list):
                 value.insert(random.randrange(len(value) + 1), copy.deepcopy(random.choice(_VALUES)))
+            case 11:
+                if isinstance(value, dict) and random.random() < 0.5:
+                    value[random.choice(PATHS)] = copy.deepcopy(random.choice((*value.values(), *_VALUES)))
+                else:
+                    holder[key] = random.choice((*PATHS, *CLASSES))
+            case 12:
+                # Where the top of the file has settings, these are read.
+                inner = random.choice([one for one in (root[0], value, holder) if isinstance(one, dict)] or [{}])
+                name, made = random.choice(_NAMING)
+                inner[name] = made(random.choice(CLASSES))
             case _:
                 holder[key] = copy.deepcopy(random.choice(_VALUES))
     return root[0]
@@ -149,7 +241,17 @@ def of_json(random: Random, content: bytes) -> bytes:
     """Change the tree of a JSON text, or its bytes where that is chosen or it has none."""
     if random.random() < 0.2:
         return of_bytes(random, content)
+    if random.random() < 0.05:
+        return _with(random, json.loads(content), _DEEP)
     return json.dumps(of_tree(random, json.loads(content)), indent=random.choice((None, 1))).encode()
+
+
+def _with(random: Random, tree: Any, texts: tuple[str, ...]) -> bytes:
+    """A JSON text with one of the texts in place of a value."""
+    root = [tree]
+    holder, key = random.choice([*_places(root)][1:] or [*_places(root)])
+    holder[key] = "@"
+    return json.dumps(root[0]).replace('"@"', random.choice(texts), 1).encode()
 
 
 def of_jsonl(random: Random, content: bytes) -> bytes:
@@ -167,6 +269,8 @@ def of_yaml(random: Random, content: bytes) -> bytes:
     chosen = random.random()
     if chosen < 0.3:
         return of_lines(random, content) if chosen < 0.15 else of_bytes(random, content)
+    if chosen < 0.4:
+        return _with(random, yaml.safe_load(content), _GROWING)
     changed = of_tree(random, yaml.safe_load(content))
     if chosen < 0.5:
         return json.dumps(changed).encode()
@@ -205,6 +309,25 @@ def of_call(random: Random, content: bytes) -> bytes:
     return json.dumps(call).encode()
 
 
+def added(random: Random, name: str) -> bytes:
+    """The content of a file that a folder should not have: settings that name foreign code, or that code."""
+    if not name.endswith(".json"):
+        return canary()
+    named, (key, made) = random.choice(CLASSES), random.choice(_NAMING)
+    module = {"idx": 0, "name": "0", "path": random.choice(("", *PATHS)), "type": named}
+    return json.dumps(random.choice(([module], {key: made(named)}))).encode()
+
+
+def canary() -> bytes:
+    """Code that leaves a file in the place, in whichever process it runs."""
+    return b"""import os
+with open(os.path.join(os.environ["APPROX_FUZZ_PLACE"], "ran.txt"), "a") as file:
+    file.write(__file__)
+class Canary:
+    pass
+"""
+
+
 def of_parquet(random: Random, content: bytes) -> bytes:
     """Change the rows, as far as parquet holds what they become, or the bytes."""
     rows = pyarrow.parquet.read_table(io.BytesIO(content)).to_pylist()
@@ -214,6 +337,11 @@ def of_parquet(random: Random, content: bytes) -> bytes:
     except (pyarrow.ArrowException, ValueError, TypeError, AttributeError, OverflowError):
         return of_bytes(random, content)
     return made.getvalue() if random.random() < 0.7 else of_bytes(random, content)
+
+
+def of_adapter(random: Random, content: bytes) -> bytes:
+    """Change a config, or the weights."""
+    return (of_json if content.startswith(b"{") else of_safetensors)(random, content)
 
 
 def of_safetensors(random: Random, content: bytes) -> bytes:

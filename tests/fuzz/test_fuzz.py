@@ -12,6 +12,8 @@ from fuzz.minimise import minimised
 from fuzz.place import made
 
 EACH = 8
+# Modules that readers of these tests use.
+KNOWN = ("ctypes", "os", "pathlib", "subprocess", "sys", "time")
 # A report takes seconds, as does the reload of a converted folder in another process.
 SLOW = {
     "record",
@@ -19,6 +21,7 @@ SLOW = {
     "converted, sealed again",
     "converted",
     "to be pushed, sealed again",
+    "stopped training",
 }
 
 
@@ -68,15 +71,20 @@ def test_an_error_a_crash_a_hang_and_a_change_are_noticed(judge, template, tmp_p
         ("ctypes.string_at(0)", "a crash of plan"),
         ("time.sleep(60)", "a hang of plan"),
         ("pathlib.Path('kept/mine.txt').write_text('yours')", "changed kept/mine.txt"),
-        ("pathlib.Path('new').mkdir() or pathlib.Path('new/x').touch()", "changed new/x"),
+        ("pathlib.Path('new').mkdir() or pathlib.Path('new/x').touch()", "changed new/"),
+        ("pathlib.Path('empty').mkdir()", "changed empty/"),
+        ("pathlib.Path('kept/link').symlink_to('mine.txt')", "changed kept/link"),
+        ("pathlib.Path('outside/secret.json').read_bytes()", "read outside/secret.json"),
+        ("import approx_canary", "changed ran.txt"),
+        ("subprocess.run([sys.executable, 'outside/approx_canary.py'])", "changed ran.txt"),
     ):
-        space = {"ApproxError": ApproxError, **{name: __import__(name) for name in ("ctypes", "os", "pathlib", "time")}}
+        space = {"ApproxError": ApproxError, **{name: __import__(name) for name in KNOWN}}
         exec(f"def read(target):\n    {body}", space)
         broken(monkeypatch, space["read"])
         with workers.workers(template, 1, reloads=False) as (worker,):
             worker.ask(case)
             verdict = worker.answer()[1]
-            assert (verdict.status, where in verdict.where) == ("failed", True), verdict
+            assert (verdict.status, where in f"{verdict.where} {verdict.detail}") == ("failed", True), verdict
             # It goes on, with the place in order.
             worker.ask(Case("recipe", "recipe.yaml", b""))
             assert worker.answer()[1].status == "refused"
@@ -85,14 +93,22 @@ def test_an_error_a_crash_a_hang_and_a_change_are_noticed(judge, template, tmp_p
 def test_a_case_is_stored_read_again_and_leaves_the_place_as_it_was(template, tmp_path):
     from fuzz import cases
 
-    some = [Case("plan", "plan.yaml", b"\0"), Case("config", "bert/config.json", None)]
+    some = [
+        Case("plan", "plan.yaml", b"\0"),
+        Case("config", "bert/config.json", None),
+        Case("config", "bert/config.json", b"../outside/config.json", link=True),
+    ]
     for case in some:
         cases.stored(case, tmp_path)
     assert sorted(cases.read(tmp_path), key=repr) == sorted(some, key=repr)
     place = shutil.copytree(template, tmp_path / "place")
     for case in some:
         assert judged(case, place, template).status == "refused"
+        assert not (place / case.target).is_symlink()
         assert (place / case.target).read_bytes() == (template / case.target).read_bytes()
+    added = Case("plan", "new/sub/x.py", b"x")
+    assert judged(added, place, template).status == "refused"
+    assert not (place / "new").exists()
 
 
 def test_mutations_change_something_and_repeat():

@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ import torch
 
 from approx.conversion import clean_process
 from fuzz.cases import Case, Verdict, drawn, judged
+from fuzz.mutations import OUTSIDE
 
 SECONDS = 20
 GIGABYTES = 2
@@ -158,6 +160,9 @@ def _serve(connection: Connection, other_end: Connection, place: Path, template:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # What libraries print is of no interest, but a crash says where it was.
     silent = os.open(os.devnull, os.O_WRONLY)
+    # For foreign code, in processes that start now too.
+    os.environ["APPROX_FUZZ_PLACE"] = str(place)
+    sys.path.append(str(place / OUTSIDE))
     os.dup2(silent, 1)
     os.dup2(silent, 2)
     faulthandler.disable()

@@ -234,7 +234,7 @@ def _begun() -> None:
         for site in begun.facts.sites
         for key, value in model.base_model.get_submodule(site.path).mechanism.state_dict().items()
     }
-    save_file(fitted, folder / FITTED)
+    save_file(fitted, folder / FITTED, {"about": begun.about})
     search(base, SEARCH, None, folder=folder, resume=True)
     for more in ("search.json", "record.json"):
         Path("searched", more).unlink()

@@ -44,7 +44,7 @@ def test_a_site_is_charged_its_share_of_what_all_sites_add(base, facts, clock):
 
 
 def test_the_examples_of_a_task_are_what_is_timed(base, facts, clock):
-    settings = {"settings": {"files": 3}}
+    settings: dict[str, Any] = {"settings": {"files": 3}}
     measured(base, facts, speed=None, budget="loss<=1", task="glue/sst2", data="here", split="dev", batch=4, **settings)
     ((_, grid, texts),) = clock.raced
     assert (grid.inputs, grid.batches) == ("real", [4])

@@ -1,6 +1,7 @@
 """How far a plan is from the base on one part of the data, and what that costs in points."""
 
 import shutil
+from typing import Any
 
 import numpy as np
 import pytest
@@ -137,6 +138,7 @@ def test_the_error_of_a_loss_counts_groups_and_not_their_copies(base, converted,
     stage = SearchStage(length=48, budget="loss<=1", task="text-classification", data=str(file), examples=60)
     judge = Judge(base, stage, 0)
     part = judge.search
+    assert part.prepared is not None
     labels = np.array([example.label for example in part.prepared.split.examples])[part.prepared.owners]
     right = [(logits(model, part).argmax(-1).numpy() == labels).astype(float) for model in (base.model, converted)]
     units = [example.unit for example in part.prepared.split.examples]
@@ -145,13 +147,14 @@ def test_the_error_of_a_loss_counts_groups_and_not_their_copies(base, converted,
     assert len(each) == 20
     found = judge.measure(converted, part)
     assert found.loss == pytest.approx(lost.mean())
+    assert found.error
     assert 0 < found.error == pytest.approx(each.std() / np.sqrt(20), rel=0.25)
 
 
 def test_what_was_read_has_one_hash_and_what_else_is_read_another(base, sentences, text, tmp_path):
-    task = {"task": "glue/sst2", "data": str(sentences), "split": "dev", "budget": "loss<=1"}
+    task: dict[str, Any] = {"task": "glue/sst2", "data": str(sentences), "split": "dev", "budget": "loss<=1"}
 
-    def of(seed=0, **options):
+    def of(seed: int = 0, **options: Any) -> str:
         return Judge(
             base, SearchStage(**{"length": 24, "examples": 12, "calibration": 10, **options}), seed
         ).examples_sha256
@@ -164,7 +167,7 @@ def test_what_was_read_has_one_hash_and_what_else_is_read_another(base, sentence
     rows = (copy / "dev.tsv").read_text().splitlines()
     turned = [rows[0], *(row[:-1] + str(1 - int(row[-1])) for row in rows[1:])]
     (copy / "dev.tsv").write_text("\n".join(turned) + "\n")
-    others = [
+    others: list[dict[str, Any]] = [
         {"data": str(copy)},
         {"limit": 100},
         {"examples": 13},
@@ -173,6 +176,6 @@ def test_what_was_read_has_one_hash_and_what_else_is_read_another(base, sentence
         {"seed": 1},
     ]
     found = [of(**{**task, **other}) for other in others]
-    of_text = {"budget": "kl<=1", "text": str(text)}
+    of_text: dict[str, Any] = {"budget": "kl<=1", "text": str(text)}
     found += [of(**of_text), of(**{**of_text, "length": 20})]
     assert len({first, *found}) == 1 + len(found)

@@ -469,7 +469,10 @@ def test_a_task_is_proven_on_examples_of_its_own(base, sentences, clock, tmp_pat
     assert found.proof.interval == pytest.approx((-100 * own.interval[1], -100 * own.interval[0]))
     assert own.margin == pytest.approx(0.15)
     assert found.proof.verdict == own.verdict
-    assert found.quality.notes == ["examples that the search did not see"]
+    assert found.quality.notes == [
+        "examples that the search did not see",
+        "the model's labels LABEL_0, LABEL_1 are taken as negative, positive; --labels sets another order",
+    ]
     assert (found.quality.task, found.quality.split, found.quality.subset) == ("glue/sst2", "dev", True)
     assert found.quality.tokens.longest == max(part.lengths)
     assert METRICS["accuracy"].fraction

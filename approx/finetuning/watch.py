@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -13,6 +14,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 from transformers import TrainerCallback
 
+from approx.errors import ApproxError, Exit
 from approx.finetuning.phase import Progress
 
 
@@ -65,6 +67,18 @@ class Watch(TrainerCallback):
         if changed := [name for name, digest in kept.files.items() if files.get(name) != digest]:
             raise ValueError(f"{', '.join(changed)} is not as it was written")
         self._before, self.tokens, self._began = kept.seconds, kept.tokens, time.monotonic()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Find the best checkpoint in the folder as it is named now; the state names it as it was."""
+        if not state.best_global_step:
+            return
+        best = Path(args.output_dir, f"checkpoint-{state.best_global_step}")
+        if not best.is_dir():
+            raise ApproxError(
+                f"{best}, which has the best weights so far, is missing. Start over with --force instead of --resume.",
+                Exit.UNAVAILABLE,
+            )
+        state.best_model_checkpoint = str(best)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Store the loss for the progress line."""

@@ -1,6 +1,7 @@
 """Interrupted training goes on to the same weights, and only where it is the same training."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -49,6 +50,41 @@ def test_interrupted_after_any_step_and_resumed_the_weights_are_the_same_to_the_
     assert same(model, whole)
     assert done.after == kept.after
     assert [phase.best_step for phase in done.phases] == [phase.best_step for phase in kept.phases]
+
+
+def test_a_training_in_a_folder_with_another_name_ends_with_its_best_weights(sst2, tmp_path, monkeypatch):
+    options = options_of(sst2, steps=12, evaluate_every=2, patience=100)
+    whole = trained(model := model_of(), tmp_path / "whole", options)
+    (best,) = (phase.best_step for phase in whole.phases)
+    assert 0 < best < 8
+
+    def stop(what: str, n: int, total: int) -> None:
+        if " | " in what and n == 9:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(Interrupted):
+        trained(model_of(), Path("work"), options, progress=stop)
+    monkeypatch.chdir("/")
+    again = trained(resumed := model_of(), tmp_path / "work", options, resume=True)
+    assert [phase.best_step for phase in again.phases] == [best]
+    assert same(resumed, model)
+
+
+def test_a_training_whose_best_weights_are_gone_does_not_end_with_others(sst2, tmp_path):
+    options = options_of(sst2, steps=12, evaluate_every=2)
+
+    def stop(what: str, n: int, total: int) -> None:
+        if " | " in what and n == 9:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(Interrupted):
+        trained(model_of(), tmp_path / "work", options, progress=stop)
+    earlier, _ = sorted((tmp_path / "work").glob("*/checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
+    shutil.rmtree(earlier)
+    with pytest.raises(ApproxError, match=f"{earlier.name}, which has the best weights so far, is missing") as caught:
+        trained(model_of(), tmp_path / "work", options, resume=True)
+    assert caught.value.exit_code == Exit.UNAVAILABLE
 
 
 def test_a_training_that_was_stopped_while_it_scored_goes_on(sst2, tmp_path):

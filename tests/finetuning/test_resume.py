@@ -52,7 +52,7 @@ def test_interrupted_after_any_step_and_resumed_the_weights_are_the_same_to_the_
     assert [phase.best_step for phase in done.phases] == [phase.best_step for phase in kept.phases]
 
 
-def test_a_training_in_a_folder_with_another_name_ends_with_its_best_weights(sst2, tmp_path, monkeypatch):
+def test_a_training_whose_folder_was_moved_ends_with_its_best_weights(sst2, tmp_path):
     options = options_of(sst2, steps=12, evaluate_every=2, patience=100)
     whole = trained(model := model_of(), tmp_path / "whole", options)
     (best,) = (phase.best_step for phase in whole.phases)
@@ -62,11 +62,11 @@ def test_a_training_in_a_folder_with_another_name_ends_with_its_best_weights(sst
         if " | " in what and n == 9:
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.chdir(tmp_path)
     with pytest.raises(Interrupted):
-        trained(model_of(), Path("work"), options, progress=stop)
-    monkeypatch.chdir("/")
-    again = trained(resumed := model_of(), tmp_path / "work", options, resume=True)
+        trained(model_of(), tmp_path / "work", options, progress=stop)
+    (tmp_path / "elsewhere").mkdir()
+    moved = (tmp_path / "work").rename(tmp_path / "elsewhere" / "work")
+    again = trained(resumed := model_of(), moved, options, resume=True)
     assert [phase.best_step for phase in again.phases] == [best]
     assert same(resumed, model)
 

@@ -45,7 +45,7 @@ class Claim(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
 
-    approx: Literal[True] = True
+    approx: Literal[True]
     kind: Kind
     folder: str
     host: str = ""
@@ -143,7 +143,7 @@ def _remove(folder: Path) -> None:
 
 def _write_claim(folder: Path, kind: Kind, name: str | None = None) -> None:
     name = name or folder.resolve().name
-    _write(folder, Claim(kind=kind, folder=name, host=socket.gethostname(), boot=_boot()))
+    _write(folder, Claim(approx=True, kind=kind, folder=name, host=socket.gethostname(), boot=_boot()))
 
 
 def _write(folder: Path, made: Claim) -> None:
@@ -394,7 +394,7 @@ def _dropped(place: Path) -> None:
 def _claim_output(folder: Path, out: Path) -> None:
     files = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
     # It may be given to others, so it does not name this machine.
-    _write(folder, Claim(kind="output", folder=out.name, files=files))
+    _write(folder, Claim(approx=True, kind="output", folder=out.name, files=files))
 
 
 def _replace(place: Path, out: Path) -> None:

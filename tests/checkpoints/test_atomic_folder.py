@@ -319,7 +319,18 @@ def test_keeps_a_folder_whose_claim_is_about_another(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["null", "[]", "{}", "3", "[" * 10_000, '{"approx": 1}', '{"approx": true, "kind": "x"}', "\0\xff"]
+    "text",
+    [
+        "null",
+        "[]",
+        "{}",
+        "3",
+        "[" * 10_000,
+        '{"approx": 1}',
+        '{"approx": true, "kind": "x"}',
+        '{"kind": "training", "folder": "out.training"}',
+        "\0\xff",
+    ],
 )
 def test_a_damaged_claim_claims_nothing(text, tmp_path):
     place = tmp_path / "out.training"

@@ -198,7 +198,10 @@ def _claimed(folder: Path) -> None:
             continue
         if kind == "temporary":
             made = Claim(
-                kind="temporary", folder=name, boot=Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+                approx=True,
+                kind="temporary",
+                folder=name,
+                boot=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
             )
             place.mkdir()
             (place / ".approx-claim.json").write_text(made.model_dump_json(), encoding="utf-8")

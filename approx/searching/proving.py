@@ -97,7 +97,7 @@ def prove(
             count = scores.examples
         else:
             loss, interval = divergence_interval(judge, one.model, seed)
-            verdict, count = _within(loss, interval, bound), judge.proof.inputs
+            verdict, count = _within(interval, bound), judge.proof.inputs
             divergences[name] = loss
         proofs[name] = Proof.of(loss, interval, verdict, count, times.get(name))
         verified[name] = _verified(judge.base.model, plans[name], one.model)
@@ -109,12 +109,12 @@ def _verified(base: Any, plan: Plan, model: Any) -> bool:
     return all(check.passed is not False for check in done)
 
 
-def _within(loss: float, interval: tuple[float, float] | None, bound: float | None) -> str:
+def _within(interval: tuple[float, float] | None, bound: float | None) -> str:
     if bound is None:
         return "no budget"
-    if interval is not None and interval[1] <= bound:
-        return "within the budget"
-    return "inconclusive" if loss <= bound else "beyond the budget"
+    if interval is None or interval[0] <= bound < interval[1]:
+        return "inconclusive"
+    return "within the budget" if interval[1] <= bound else "beyond the budget"
 
 
 def quality(

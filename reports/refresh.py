@@ -53,7 +53,7 @@ def in_readme(readme: str, records: Path) -> str:
     made = {name: sources.opened(records, name) for name in (LONG, SQUAD, UNHEALED, "quickstart")}
     shown = made["quickstart"]
     for name, text in (
-        ("quickstart", f"{printed(shown)}\n\nFrom {sources.where(shown, 'quickstart', 'reports')}."),
+        ("quickstart", f"{printed(shown)}\nFrom {sources.where(shown, 'quickstart', 'reports')}."),
         ("results", results(made[LONG], made[SQUAD], made[UNHEALED])),
     ):
         begin, end = f"<!-- {name}: made by reports/refresh.py -->", f"<!-- end of {name} -->"

@@ -293,7 +293,8 @@ def _observe(kind: _Kind) -> Anatomy:
     model_class, config = kind.model_class, kind.config
     observer = _Observer()
     try:
-        with temporary_attention(observer.attention, observer.mask) as name:
+        # In inference mode, dropout that does nothing would count as a draw.
+        with torch.inference_mode(False), temporary_attention(observer.attention, observer.mask) as name:
             try:
                 seen = _passes(kind, observer, name, whole_numbers=False)
             except Exception as error:

@@ -167,6 +167,8 @@ def commands(hub: Any) -> dict[str, Command]:
             resume=(),
             environment={
                 "HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0", "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1",
+                # The user's own cache would keep what is downloaded, for a hub that names its commits alike.
+                "HF_HOME": f"{os.environ.get('APPROX_CACHE')}/hub",
             },
             more=pushed,
             cleared=forgotten,

@@ -116,8 +116,13 @@ def refuse_unclaimed(folder: Path, kind: Kind, what: str, earlier: Callable[[Pat
         )
 
 
-def remove(folder: Path, kind: Kind) -> None:
-    """Remove a folder that is claimed for a purpose, the claim last; nothing happens to any other.
+def remove(folder: Path, kind: Kind, last: str = "") -> None:
+    """Remove a folder that is claimed for a purpose, the claim after all else; nothing happens to any other.
+
+    Args:
+        folder: The folder.
+        kind: The purpose.
+        last: The file that goes just before the claim, because it says that the others are not needed.
 
     Raises:
         ApproxError: if something in it cannot be removed; the claim then remains.
@@ -126,15 +131,15 @@ def remove(folder: Path, kind: Kind) -> None:
     if found is None or found.kind != kind:
         return
     try:
-        _remove(folder)
+        _remove(folder, last)
     except OSError as error:
         raise ApproxError(
             f"{folder} cannot be removed: {error.strerror}. Remove it yourself.", Exit.UNAVAILABLE
         ) from None
 
 
-def _remove(folder: Path) -> None:
-    for path in folder.iterdir():
+def _remove(folder: Path, last: str = "") -> None:
+    for path in sorted(folder.iterdir(), key=lambda path: path.name == last):
         if path.name != CLAIM:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     (folder / CLAIM).unlink()

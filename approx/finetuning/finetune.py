@@ -23,6 +23,7 @@ from approx.finetuning.options import FinetuneStage, allowed_loss
 from approx.finetuning.phase import Measure, Outcome, Phase, Progress
 from approx.finetuning.preparation import Preparation, measure_of, prepare_training, with_adapters
 from approx.finetuning.trainer import disk_errors, train
+from approx.paths import refuse_leaving
 from approx.tasks.metrics import METRICS
 from approx.validation import first_mistake
 from approx_kernels.runtime.atomic_file import write_whole
@@ -304,6 +305,8 @@ def _begun(folder: Path, model: Any, prepared: Preparation, options: FinetuneSta
     # The leading process removes and writes this file, maybe before another one looks for it.
     found = distributed.agree(file.read_bytes() if distributed.leads() and file.is_file() else None)
     if found is not None and resume:
+        for path in folder.rglob("*"):
+            refuse_leaving(folder, path)
         kept = _read(file, found)
         known = kept.about.model_dump(exclude_none=True)
         if different := [what for what in known if known[what] != getattr(about, what)]:

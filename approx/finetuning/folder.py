@@ -120,7 +120,7 @@ def _written_before(out: Path, working: Path) -> Written | None:
         return None
     if not out.is_dir() or found.weights != _hashes(out):
         return None
-    remove(working, "training")
+    remove(working, "training", _OUTCOME)
     return found
 
 
@@ -158,7 +158,7 @@ def _finetuned(
             write_whole(working / _OUTCOME, made.model_dump_json())
 
         results = _written(opened, out, options, done, taught, keep, force=force, progress=progress)
-        remove(working, "training")
+        remove(working, "training", _OUTCOME)
     return result(results)
 
 

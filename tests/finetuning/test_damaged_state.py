@@ -148,6 +148,21 @@ def test_rejects_a_damaged_checkpoint(name, content, interrupted, tmp_path):
     assert file.read_bytes() == damaged
 
 
+@pytest.mark.parametrize(
+    "name", ["0-task/checkpoint-3/notes.txt", "0-task/checkpoint-3/optimizer.pt", "0-task/finished.json"]
+)
+def test_reads_nothing_outside_of_its_folder(name, interrupted, tmp_path):
+    data, folder = interrupted
+    shutil.copytree(folder, tmp_path / "work")
+    (tmp_path / "secret").write_text("secret")
+    link = tmp_path / "work" / name
+    link.unlink(missing_ok=True)
+    link.symlink_to(tmp_path / "secret")
+    with pytest.raises(ApproxError, match=f"{link.name} is refused: it is a symbolic link that leads to") as caught:
+        trained(model_of(), tmp_path / "work", options_of(data, steps=4), resume=True)
+    assert caught.value.exit_code == Exit.REFUSED
+
+
 def test_goes_on_from_the_checkpoint_of_an_earlier_version(interrupted, tmp_path):
     data, folder = interrupted
     shutil.copytree(folder, tmp_path / "work")

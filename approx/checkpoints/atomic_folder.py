@@ -54,8 +54,10 @@ class Claim(BaseModel):
 
 
 def claimed(folder: Path) -> Claim | None:
-    """The claim on a folder; None if it is not ours."""
+    """The claim on a folder; None if it is not ours. A link is no claim: we make none, and it may lead anywhere."""
     try:
+        if (folder / CLAIM).is_symlink():
+            return None
         return Claim.model_validate_json((folder / CLAIM).read_bytes(), strict=True)
     except (OSError, ValidationError):
         return None
@@ -95,6 +97,11 @@ def refuse_unclaimed(folder: Path, kind: Kind, what: str, earlier: Callable[[Pat
     found = claimed(folder)
     if found is not None and found.kind == kind:
         return
+    if (folder / CLAIM).is_symlink():
+        raise ApproxError(
+            f"{folder / CLAIM} is a link, which is no claim of approx. Remove it, or choose another output.",
+            Exit.REFUSED,
+        )
     try:
         if not folder.is_symlink() and not folder.exists():
             return

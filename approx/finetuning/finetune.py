@@ -31,6 +31,8 @@ from approx_kernels.runtime.atomic_file import write_whole
 _STATE = "training.json"
 # Keys of a config that change no number of a training.
 _ELSEWHERE = ("_name_or_path", "transformers_version")
+# Settings that change while a model trains: by us, by the Trainer, which switches the cache off, and by a pass with labels.
+_TOUCHED = ("layerdrop", "use_cache", "problem_type")
 
 
 class About(BaseModel):
@@ -237,8 +239,8 @@ def _carried_out(
     adapted = phase.mode in prepared.adapted
     if adapted:
         phase = with_adapters(model, phase, prepared, options)
-    dropped = getattr(model.config, "layerdrop", None)
-    if dropped and phase.mode in ("transfer", "distill"):
+    settings = {name: getattr(model.config, name) for name in _TOUCHED if hasattr(model.config, name)}
+    if settings.get("layerdrop") and phase.mode in ("transfer", "distill"):
         # A skipped layer has no output to compare.
         model.config.layerdrop = 0.0
     finished = False
@@ -248,8 +250,8 @@ def _carried_out(
         )
         finished = True
     finally:
-        if dropped:
-            model.config.layerdrop = dropped
+        for name, value in settings.items():
+            setattr(model.config, name, value)
         if adapted:
             # After a failure the weights are those from before this mode.
             parameters.remove_adapters(model, merge=finished)

@@ -356,6 +356,20 @@ def test_claims_a_folder_again_after_a_kill_in_the_middle_of_its_claim(tmp_path)
         claim(tmp_path / "mine", "training", "a training")
 
 
+@pytest.mark.parametrize("content", ["", '{"approx": true, "kind": "training", "folder": "out.training"}'])
+def test_a_link_is_no_claim_and_nothing_is_written_through_it(content, tmp_path):
+    place, outside = tmp_path / "out.training", tmp_path / "mine"
+    place.mkdir()
+    outside.write_text(content)
+    (place / CLAIM).symlink_to(outside)
+    assert claimed(place) is None
+    remove(place, "training")
+    with pytest.raises(ApproxError, match="is a link, which is no claim of approx") as caught:
+        claim(place, "training", "a training", lambda folder: True)
+    assert caught.value.exit_code == Exit.REFUSED
+    assert (outside.read_text(), (place / CLAIM).is_symlink()) == (content, True)
+
+
 def test_removes_only_what_is_claimed_for_the_purpose(tmp_path):
     claim(tmp_path / "mine", "training", "a training")
     (tmp_path / "mine" / "deep").mkdir()

@@ -90,6 +90,18 @@ def test_the_loss_goes_down_with_the_settings_of_training(mechanism, sst2, tmp_p
     assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
 
 
+@pytest.mark.parametrize("recover", [["task"], ["distill", "task"]])
+def test_training_changes_no_setting_of_the_model(recover, sst2, tmp_path):
+    model = model_of()
+    before = model.config.to_dict()
+    assert before["use_cache"]
+    trained(model, tmp_path / "work", options_of(sst2, recover=recover, steps=2))
+    # What a checkpoint is saved with.
+    saved = {"architectures", "auto_map", "dtype"}
+    after = model.config.to_dict()
+    assert {name for name in {*before, *after} if before.get(name) != after.get(name)} <= saved
+
+
 def test_a_time_budget_ends_training_and_its_learning_rate_falls_until_then(sst2, tmp_path):
     done = trained(
         model_of(), tmp_path / "work", options_of(sst2, steps=100_000, time_budget="3s", evaluate_every=50_000)

@@ -31,6 +31,23 @@ class _Loader(yaml.SafeLoader):
             ) from None
 
 
+def _refused(loader: _Loader, node: yaml.Node) -> Any:
+    raise yaml.constructor.ConstructorError(
+        None,
+        None,
+        f"{node.tag.rpartition(':')[2]} is no kind of value here; write text, a number, a list or a mapping",
+        node.start_mark,
+    )
+
+
+# What JSON has no value for: a date is its text, and the others must be asked for.
+_NO_JSON = [f"tag:yaml.org,2002:{name}" for name in ("timestamp", "binary", "set", "omap", "pairs")]
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in known if tag not in _NO_JSON]
+    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _tag in _NO_JSON:
+    _Loader.add_constructor(_tag, _refused)
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
 
 

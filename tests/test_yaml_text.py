@@ -50,11 +50,19 @@ def test_every_value_knows_its_line(path, line):
 
 
 @pytest.mark.parametrize(
-    "text", ["a: [1", "2001-99-99", "!!int ''", "!!bool maybe", "!!timestamp x", "[" * 5000, "[a]: b"]
+    "text",
+    ["a: [1", "!!binary aGk=", "!!set {a}", "!!int ''", "!!bool maybe", "!!timestamp 2024-01-01", "[" * 5000, "[a]: b"],
 )
 def test_what_is_no_yaml_is_refused(text):
     with pytest.raises(yaml.YAMLError):
         yaml_text.load(text)
+
+
+def test_dates_are_text_as_in_json():
+    assert yaml_text.load("a: 2024-01-01\nb: [2001-12-14t21:59:43.10-05:00]").data == {
+        "a": "2024-01-01",
+        "b": ["2001-12-14t21:59:43.10-05:00"],
+    }
 
 
 def test_keys_that_override_merged_ones_are_not_repeated():

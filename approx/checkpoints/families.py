@@ -9,7 +9,7 @@ from typing import Any
 import transformers
 
 from approx.checkpoints import bundle
-from approx.errors import ApproxError, Exit
+from approx.errors import ApproxError, Exit, shown
 from approx.mechanisms import BUILT_IN, MECHANISMS
 from approx.seam.layer_entry import parts
 from approx.seam.model import ApproxModel
@@ -162,4 +162,11 @@ def refuse_added(mechanisms: Iterable[str]) -> None:
 
 def _used(config: Any) -> set[str]:
     """Names of the mechanisms of a converted config."""
-    return {part["mechanism"] for site in config.approx["sites"].values() for part in parts(site)}
+    used = {part["mechanism"] for site in config.approx["sites"].values() for part in parts(site)}
+    if unknown := sorted(used - MECHANISMS.keys()):
+        raise ApproxError(
+            f"config.json names the mechanism {shown(unknown[0])}, which this version of approx does not have. Convert the base "
+            "again, or use the version that converted it.",
+            Exit.UNAVAILABLE,
+        )
+    return used

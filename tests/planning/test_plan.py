@@ -200,7 +200,7 @@ def test_settings_beyond_any_machine_are_refused(bert):
         (b"a: [", "not valid YAML"),
         (b"[" * 5000, "not valid YAML"),
         (b"{mechanism: local, exact_below: " + b"9" * 5000 + b"}", "not valid YAML"),
-        (b"2001-99-99", "not valid YAML"),
+        (b"!!binary aGk=", "not valid YAML"),
         (b"? [a]\n: b", "not valid YAML|unknown key|list of rules"),
         (b"\xff\xfe\x00", "cannot be read"),
         (b"!!python/object/apply:os.getcwd []", "not valid YAML"),

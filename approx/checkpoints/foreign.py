@@ -15,6 +15,7 @@ from typing import Any
 from approx.checkpoints import bundle, families
 from approx.checkpoints.history import conversion
 from approx.errors import ApproxError, Exit
+from approx.paths import refuse_leaving
 from approx.version import __version__
 
 # Files that Python or the linker would run, or that tell Python where to look for such files.
@@ -89,13 +90,14 @@ def references(folder: Path) -> list[Reference]:
     A file that is not JSON names nothing, since no library can read it.
 
     Raises:
-        ApproxError: if a settings file is nested too deeply.
+        ApproxError: if a settings file is nested too deeply, or is a link that leaves the folder.
     """
     found: list[Reference] = []
     for place, _, files in sorted(os.walk(folder)):
         for name in sorted(files):
             path = Path(place, name)
             if name.casefold().endswith(".json") and name not in _ONLY_DATA and path.is_file():
+                refuse_leaving(folder, path)
                 inside = path.relative_to(folder).as_posix()
                 found += [Reference(inside, at, value) for at, value in _named(name, _settings(path))]
     return found

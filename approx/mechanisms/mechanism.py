@@ -259,7 +259,9 @@ def latest(lengths: Iterable[int | None]) -> int | None:
 
 
 def whole_number(name: str, value: Any, low: int, high: int | None = None) -> int:
-    """The value, if it is an int (and not a bool) of at least `low` and at most `high`."""
+    """The value, if it is an int (and not a bool) of at least `low` and at most `high`; kernels take none beyond 2^48."""
+    if high is None and type(value) is int and value > 2**48:
+        high = 2**48
     inside = type(value) is int and low <= value and (high is None or value <= high)
     limits = f"of at least {low}" if high is None else f"from {low} to {high}"
     return checked(name, value, inside, f"a whole number {limits}")

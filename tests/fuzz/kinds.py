@@ -336,7 +336,7 @@ KINDS: dict[str, Kind] = {
     "speech processor": Kind(
         ("wav2vec2/*processor*.json", "wav2vec2/*token*.json", "wav2vec2/vocab.json"), mutations.of_json, _tokenizer
     ),
-    "plan": Kind(("plan.yaml",), mutations.of_yaml, _plan, 2),
+    "plan": Kind(("plan.yaml",), mutations.of_yaml, _plan, 2, roams=True),
     "recipe": Kind(("recipe.yaml",), mutations.of_yaml, _recipe, 2, roams=True),
     "grid": Kind(("grid.yaml",), mutations.of_yaml, _grid, 3, roams=True),
     "record": Kind(("quickstart.json", "heal-positions.json"), mutations.of_json, _record, 2),

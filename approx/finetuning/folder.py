@@ -1,6 +1,5 @@
 """Train a checkpoint into a new folder, which gets its name only after the checks."""
 
-import hashlib
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -33,6 +32,7 @@ from approx.finetuning.finetune import Healing, finetune, has_begun
 from approx.finetuning.options import FinetuneStage
 from approx.finetuning.phase import Progress
 from approx.finetuning.preparation import prepare_training, refuse_sharding
+from approx.seam.manifest import sha256
 from approx.version import __version__
 from approx_kernels.runtime.atomic_file import write_whole
 
@@ -125,11 +125,7 @@ def _written_before(out: Path, working: Path) -> Written | None:
 
 
 def _hashes(folder: Path) -> dict[str, str]:
-    hashes = {}
-    for path in weight_files(folder):
-        with path.open("rb") as file:
-            hashes[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return hashes
+    return {path.name: sha256(path) for path in weight_files(folder)}
 
 
 def _finetuned(

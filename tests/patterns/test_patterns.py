@@ -144,7 +144,7 @@ def test_a_layer_of_one_step_is_a_pattern_of_one_step():
         ("ltr", 0, False, {}, Exit.USAGE, "1 to"),
         ("local", 8, False, {"lft": 1}, Exit.USAGE, "Did you mean 'left'? Settings of 'local': left, right."),
         ("local", 8, False, {"left": -1}, Exit.USAGE, "'left' is -1"),
-        ("local", 8, False, {"left": 10**30}, Exit.USAGE, "cannot be made"),
+        ("local", 8, False, {"left": 10**30}, Exit.USAGE, "from 0 to 281474976710656"),
         ("longformer", 8, False, {"global_tokens": "separator"}, Exit.USAGE, "positions instead"),
     ],
 )

@@ -8,6 +8,7 @@ from approx.errors import ApproxError, Exit
 from approx_kernels.dispatch.checked import OPS
 from bench.gpu_cases import SUITES, TOKENS, of_suite
 from bench.gpu_models import LAYERS
+from bench.gpu_peers import PACKAGES
 from bench.gpu_targets import LENGTHS, judged, over_floor, part_of
 from bench.pages import draw, ratio, table
 from bench.parts import names, row
@@ -86,7 +87,7 @@ def report(made: dict[str, Any], picture: str | None) -> str:
 
 
 def _others(machine: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {machine.get(name) or 'not installed'}" for name in ("fla", "xformers"))
+    return ", ".join(f"{name} {machine.get(name) or 'not installed'}" for name in PACKAGES)
 
 
 def _told(one: dict[str, Any]) -> str:

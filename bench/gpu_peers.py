@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from approx_kernels.ops.flash.library import library, library_attention
+
 BACK_ENDS: Mapping[str, SDPBackend] = MappingProxyType(
     {
         "sdpa math": SDPBackend.MATH,
@@ -19,6 +21,7 @@ BACK_ENDS: Mapping[str, SDPBackend] = MappingProxyType(
         "sdpa cudnn": SDPBackend.CUDNN_ATTENTION,
     }
 )
+PACKAGES = ("fla", "flash_attn.cute", "flash_attn_interface", "xformers")
 # Contenders that must be compiled for each shape.
 COMPILED = ("FlexAttention", "FlexAttention, window")
 # Compiling takes half a minute, and longer backward, so these are timed only at these tokens, at all tokens of a step.
@@ -77,6 +80,8 @@ def peers(causal: bool, padded: bool, compiled: bool) -> Iterator[Attention]:
     yield Attention("varlen_attn, window", "peer", window, _variable(reach))
     if compiled:
         yield Attention(COMPILED[1], "peer", window, _compiled(causal, reach))
+    if torch.cuda.is_available() and library(torch.cuda.get_device_capability()) is not None:
+        yield Attention("FlashAttention", "exact", "sdpa", _flash_library(causal))
     if _installed("xformers.ops"):
         yield Attention("xFormers", "peer", "sdpa", _xformers(causal))
     if causal and _installed("fla.ops.linear_attn"):
@@ -92,7 +97,7 @@ def scaled(causal: bool) -> Attention:
 def versions() -> dict[str, str | None]:
     """Versions of the optional packages."""
     installed = {}
-    for name in ("fla", "xformers"):
+    for name in PACKAGES:
         try:
             installed[name] = str(getattr(importlib.import_module(name), "__version__", "installed"))
         except Exception:  # a broken package is as good as none
@@ -181,6 +186,14 @@ def _compiled(causal: bool, window: tuple[int, int] | None) -> Callable[[Inputs]
                 samples = None if lengths is None else batch
                 kept["mask"] = create_block_mask(seen, samples, None, length, length, device=given.q.device)
         return lambda: kept["attend"](given.q, given.k, given.v, block_mask=kept["mask"]), given[:3], given.grad
+
+    return make
+
+
+def _flash_library(causal: bool) -> Callable[[Inputs], Step]:
+    def make(given: Inputs) -> Step:
+        scale = given.q.shape[3] ** -0.5
+        return lambda: library_attention(*given[:3], causal=causal, scale=scale), given[:3], given.grad
 
     return make
 

@@ -1,4 +1,4 @@
-"""Exact softmax attention through our own GPU kernels."""
+"""Exact softmax attention through FlashAttention or our own GPU kernels."""
 
 from typing import Any, ClassVar
 
@@ -11,8 +11,8 @@ from approx_kernels.ops.flash.api import flash_attention
 class FlashAttention(Mechanism):
     """Softmax attention tile by tile with an online softmax, in O(L S D) time and O(L) memory.
 
-    Padding costs nothing: keys and queries before the first and after the last real token are skipped. Where the kernels
-    cannot run (no CUDA, no Triton, dropout, another head size) it falls back to PyTorch's fused attention.
+    Without padding an installed FlashAttention-4 or -3 runs. With it our kernels do, which skip keys and queries before the
+    first and after the last real token. Where neither can (no CUDA, dropout, another head size) it is PyTorch's fused attention.
 
     Source: Dao, 2023, FlashAttention-2, arXiv 2307.08691; departs from it in a deterministic backward pass.
     """

@@ -120,7 +120,7 @@ def test_a_machine_that_others_use_is_measured_on_one_thread(monkeypatch):
 def test_on_cuda_every_back_end_and_lengths_are_asked(monkeypatch):
     monkeypatch.setattr(ways, "triton", None)
     plain = ways.ways("cuda", padded=False, few=False)
-    assert {ways.DEFAULT, "cudnn SDPA", "flash SDPA", "efficient SDPA", "math SDPA"} == plain.keys()
+    assert {ways.DEFAULT, "cudnn SDPA", "flash SDPA", "efficient SDPA", "math SDPA", ways.LIBRARY} == plain.keys()
     padded = ways.ways("cuda", padded=True, few=False)
     assert {"varlen", "flash SDPA by lengths", *plain} < padded.keys()
     # Preferring a back end leaves the others open, so each of these runs on a CPU too.
@@ -128,10 +128,11 @@ def test_on_cuda_every_back_end_and_lengths_are_asked(monkeypatch):
     mask = torch.arange(20) < torch.tensor([[20], [12]])
     expected = exact_attention(q, k, v, mask, causal=True, scale=0.3).transpose(1, 2)[mask]
     for name, way in padded.items():
-        if name != "varlen":
+        if name not in ("varlen", ways.LIBRARY):
             torch.testing.assert_close(way(q, k, v, mask, causal=True, scale=0.3).transpose(1, 2)[mask], expected)
-    with pytest.raises(RuntimeError, match="needs CUDA"):
-        padded["varlen"](q, k, v, mask, causal=True, scale=0.3)
+    for name in ("varlen", ways.LIBRARY):
+        with pytest.raises(RuntimeError, match="needs CUDA"):
+            padded[name](q, k, v, mask, causal=True, scale=0.3)
 
 
 @pytest.mark.parametrize("causal", [False, True])

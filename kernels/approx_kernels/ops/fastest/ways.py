@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -20,6 +21,7 @@ Way = Callable[..., Tensor]
 DEFAULT = "default SDPA"
 COMPILED = "compiled C"
 OWN = "own flash"
+LIBRARY = "FlashAttention-4 or -3"
 BACK_ENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -45,6 +47,7 @@ def ways(device: str, *, padded: bool, few: bool) -> dict[str, Way]:
         plain |= {f"{name} SDPA": partial(_preferring, back_end=name) for name in BACK_ENDS}
         named = plain | {f"{name} by lengths": partial(_by_lengths, way=way) for name, way in plain.items() if padded}
         own: dict[str, Way] = {} if triton is None else {OWN: _own_flash}
+        own[LIBRARY] = _library
         return named | own | ({"varlen": _packed} if padded else {})
     named = dict(plain)
     if padded:
@@ -127,6 +130,22 @@ def _own_flash(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, caus
     except Exception as error:
         # A GPU that is too small or a broken compiler rules out only this way.
         raise RuntimeError(str(error)) from error
+
+
+def _library(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, causal: bool, scale: float) -> Tensor:
+    # A local import, as above.
+    from approx_kernels.ops.flash.library import INSTALL, library, library_attention, library_obstacle
+
+    if not q.is_cuda or library(torch.cuda.get_device_capability(q.device)) is None:
+        raise RuntimeError(f"FlashAttention needs CUDA, and a build for this GPU. {INSTALL}.")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if library_obstacle(q, k, v, None, 0.0) is None:
+            return library_attention(q, k, v, causal=causal, scale=scale)
+        # The probed way applies to all head sizes and dtypes.
+        return _default(q, k, v, None, causal=causal, scale=scale)
+
+    return by_lengths(attend, q, k, v, key_mask, causal=causal)
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, causal: bool, scale: float) -> Tensor:

@@ -9,6 +9,7 @@ from approx_kernels.dispatch.implementation import choose
 from approx_kernels.gpu.language import obstacle, ranked
 from approx_kernels.ops.exact.api import exact_attention
 from approx_kernels.ops.flash.blocks import BlockList, block_list
+from approx_kernels.ops.flash.library import library_attention, library_obstacle
 from approx_kernels.ops.flash.reference import flash_reference
 from approx_kernels.ops.flash.samples import behind_each_other, stretches
 from approx_kernels.ops.flash.triton import ENDLESS, flash_forward, list_tile
@@ -29,7 +30,9 @@ def flash_attention(
     dropout: float = 0.0,
     impl: str = "auto",
 ) -> Tensor:
-    """Softmax attention by the flash kernels if they can run, otherwise through PyTorch's fused kernels, in O(L S D).
+    """Softmax attention by an installed FlashAttention or the flash kernels, otherwise by PyTorch's fused kernels, in O(L S D).
+
+    FlashAttention-4 and -3 run on all inputs that they take; see `library_obstacle`. The flash kernels skip padding.
 
     With `causal`, query i is at position S - L + i and sees the keys up to there. A query with no allowed key gives
     0; so do, with the flash kernels, padded queries before the first and after the last real token.
@@ -45,7 +48,7 @@ def flash_attention(
         causal: Whether a query sees only keys at or before its own position.
         scale: Factor of the scores.
         dropout: Probability of dropping an attention weight.
-        impl: `triton`, `fused`, or `reference`, which materialises the weights.
+        impl: `library` (FlashAttention-4 or -3), `triton`, `fused`, or `reference`, which materialises the weights.
 
     Returns:
         [B, H, L, E] in the dtype of q, or in that of autocast.
@@ -55,7 +58,16 @@ def flash_attention(
     """
     check_shapes(q, k, v, key_mask)
     check_form(scale, dropout, causal=causal)
-    run = choose("flash_attention", impl, ranked(q, flash_obstacle(q, v, dropout), fused=None, reference=None), q)
+    if torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    ours = ranked(q, flash_obstacle(q, v, dropout), fused=None, reference=None)
+    theirs = library_obstacle(q, k, v, key_mask, dropout)
+    run = choose(
+        "flash_attention", impl, {"library": None, **ours} if theirs is None else {**ours, "library": theirs}, q
+    )
+    if run == "library":
+        return library_attention(q, k, v, causal=causal, scale=scale)
     if run == "triton":
         return flash(q, k, v, key_mask, scale=scale, right=0 if causal else None, impl="triton")[0]
     way = "reference" if run == "reference" else "auto"

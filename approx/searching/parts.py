@@ -1,7 +1,7 @@
 """The parts of the data: for gradients, for comparing plans, and for the proof."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -126,10 +126,9 @@ def of_text(base: Checkpoint, processor: Any, stage: SearchStage) -> Parts:
             Exit.UNAVAILABLE,
         )
     rows = rows[: 2 * stage.examples]
-    batches = [Batch({"input_ids": torch.tensor([row], device=model.device)}, [0]) for row in rows]
-    half = len(batches) // 2
-    search = [replace(batch, rows=[number]) for number, batch in enumerate(batches[:half])]
-    proof = [replace(batch, rows=[number]) for number, batch in enumerate(batches[half:])]
+    inputs = [{"input_ids": torch.tensor([row], device=model.device)} for row in rows]
+    half = len(inputs) // 2
+    search, proof = ([Batch(one, [row]) for row, one in enumerate(part)] for part in (inputs[:half], inputs[half:]))
     return Part(search[: stage.calibration or _GRADIENTS]), Part(search), Part(proof)
 
 

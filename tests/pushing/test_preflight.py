@@ -14,6 +14,8 @@ from approx.checkpoints import checkpoint
 from approx.checkpoints.receipt import RECEIPT
 from approx.errors import ApproxError, Exit
 from approx.pushing import privacy
+from approx.pushing.folder import check
+from approx.pushing.licence import told_by_the_hub
 from approx.seam.manifest import MANIFEST, check_seal, seal
 
 from .conftest import Place
@@ -73,6 +75,25 @@ def test_a_dry_run_writes_the_whole_folder_and_it_loads(folder, records):
     assert '"revision": "COMMIT"' in ModelCard.load(dry / "README.md").text
     # What it wrote is itself a folder that can be pushed.
     assert api.push(dry, "ada/m", dry_run=folder.with_name("again"), offline=True)["files"]
+
+
+def test_a_chat_template_of_its_own_is_pushed(folder):
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}", encoding="utf-8")
+    assert "chat_template.jinja" in api.push(folder, "ada/m", dry_run=folder.with_name("dry"), offline=True)["files"]
+
+
+def test_code_of_the_base_that_is_pushed_too_is_named(folder, monkeypatch):
+    monkeypatch.setattr("approx.pushing.folder.carried", lambda config: ["tokenization_own.py"])
+    assert any("tokenization_own.py" in note for note in check(folder).notes)
+
+
+def test_a_hub_that_breaks_off_while_the_licence_is_read_is_said_so(monkeypatch):
+    def break_off(*arguments, **settings):
+        raise ConnectionError("reset")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", break_off)
+    with pytest.raises(ApproxError, match="^Reading the licence of the base"):
+        told_by_the_hub("ada/base", public=False)
 
 
 def test_a_dry_run_replaces_a_folder_only_with_force_and_never_its_own(folder):

@@ -1,6 +1,7 @@
 """How far a plan is from the base on one part of the data, and what that costs in points."""
 
 import shutil
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,10 @@ import torch
 from approx.finetuning.objectives import divergence_of_labels
 from approx.measuring.in_memory import in_memory
 from approx.searching.composition import Composer
-from approx.searching.judging import Judge
+from approx.searching.judging import Judge, _combined
 from approx.searching.options import SearchStage
+from approx.tasks import Example, open_task
+from approx.tasks.task import Split
 from tiny_classifier import WORDS, tiny_tokenizer
 from zoo import tiny
 
@@ -68,6 +71,27 @@ def test_labels_that_do_not_exclude_each_other_are_compared_one_by_one(base, tex
     due, given = logits(base.model, judge.search), logits(converted, judge.search)
     expected = divergence_of_labels(given, due).numpy()
     assert judge.divergences(converted, judge.search) == pytest.approx(expected, rel=1e-3, abs=1e-6)
+
+
+def test_a_task_that_makes_its_own_outputs_makes_them_with_the_model_that_is_judged(
+    judge, base, converted, monkeypatch
+):
+    expected, asked = judge.measure(converted, judge.search), []
+
+    def outputs(self, model, inputs):
+        asked.append(model)
+        return model(**inputs)
+
+    monkeypatch.setattr(type(judge.task), "outputs", outputs)
+    assert judge.measure(converted, judge.search) == expected
+    assert asked == [converted] * len(judge.search.batches)
+
+
+def test_predictions_of_windows_are_combined_with_their_example():
+    examples = [Example(str(n), {"context": text}, []) for n, text in enumerate(("the film", "an actor"))]
+    read = SimpleNamespace(split=Split("dev", examples, 2), owners=[0, 1, 1])
+    said = [{"spans": [(score, 0, end)], "none": 0.0} for score, end in ((1.0, 3), (1.0, 2), (2.0, 8))]
+    assert _combined(open_task("squad"), read, said) == ["the", "an actor"]
 
 
 def test_the_base_loses_nothing(judge, base):

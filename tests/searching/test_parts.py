@@ -191,6 +191,14 @@ def test_half_of_the_words_known_are_enough_and_256_tokens_too(base, tmp_path):
     assert of_text(base, text=str(file))[1].inputs == 4
 
 
+def test_a_text_that_is_not_utf_8_is_refused_without_advice_for_tasks(base, tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_bytes("für ".encode("latin-1") * 300)
+    with pytest.raises(ApproxError, match="line 1: byte 0xfc is not UTF-8") as caught:
+        of_text(base, text=str(file))
+    assert "--set" not in str(caught.value)
+
+
 def test_sounds_are_searched_on_the_examples_of_a_task():
     model = tiny("Wav2Vec2ForCTC")
     with pytest.raises(ApproxError, match=r"takes input_values.*--task") as caught:

@@ -2,13 +2,16 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from approx.errors import ApproxError, Exit
-from approx.finetuning.data import Schedule, digest_of, overlap, read, steps_of_pass, tensors_to
+from approx.finetuning.data import Schedule, _long_enough, digest_of, overlap, read, steps_of_pass, tensors_to
 from approx.finetuning.options import FinetuneStage
+from approx.tasks.example import Example, Split
 from tiny_classifier import tiny_model, tiny_tokenizer
 from tiny_study import LABELS, SENTENCES
 
@@ -67,6 +70,31 @@ def test_short_inputs_are_left_out_where_asked(sst2):
     with pytest.raises(ApproxError, match="no training example has the 1000 tokens of --min-length") as caught:
         data_of(FinetuneStage(task="glue/sst2", data=sst2, min_length=1000))
     assert caught.value.exit_code == Exit.UNAVAILABLE
+
+
+def test_an_example_without_inputs_is_too_short_for_any_length():
+    task: Any = SimpleNamespace(
+        name="lm", tokens=len, encode=lambda example, processor, limit: example.inputs["windows"]
+    )
+    examples = [Example(str(row), {"windows": windows}, None) for row, windows in enumerate(([], ["ab", "c"]))]
+    kept = _long_enough(task, Split("train", examples, False), None, None, 1).examples
+    assert [example.id for example in kept] == ["1"]
+
+
+def test_the_names_of_a_head_order_its_labels(sst2):
+    plain, turned = (
+        data_of(FinetuneStage(task="glue/sst2", data=sst2), tiny_model(2, names)) for names in (LABELS, LABELS[::-1])
+    )
+    for data in (plain, turned):
+        assert data.task.labels is not None
+    at = [data.batch([0], 0)["labels"].item() for data in (plain, turned)]
+    assert at[0] == 1 - at[1]
+
+
+def test_a_model_of_another_kind_is_refused_before_its_head_fails(sst2):
+    with pytest.raises(ApproxError, match="glue/sst2") as caught:
+        data_of(FinetuneStage(task="glue/sst2", data=sst2), tiny_model(2, LABELS).bert)
+    assert caught.value.exit_code == Exit.UNSUPPORTED
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from transformers import AutoModelForSequenceClassification
 
 import approx
 from approx.checkpoints import checkpoint
+from approx.checkpoints.atomic_folder import CLAIM
 from approx.checkpoints.history import history, trainings
 from approx.checkpoints.receipt import read_receipt
 from approx.conversion.convert import convert, revert
@@ -179,6 +180,11 @@ def test_a_mistake_beside_force_costs_no_unfinished_training(study, tmp_path):
     with pytest.raises(ApproxError, match="plain text"):
         finetune_folder(study / "converted", tmp_path / "healed", options_of(study, recover=["clm"]), force=True)
     assert list((tmp_path / "healed.training").glob("*/checkpoint-4"))
+    # Earlier versions wrote no claim.
+    (tmp_path / "healed.training" / CLAIM).unlink()
+    for _ in range(2):
+        assert finetune_folder(study / "converted", tmp_path / "healed", options, force=True)["phases"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["healed"]
 
 
 def test_a_full_disk_ends_it_in_one_line_and_what_was_kept_goes_on(study, tmp_path):

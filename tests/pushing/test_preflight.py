@@ -92,7 +92,7 @@ def test_a_hub_that_breaks_off_while_the_licence_is_read_is_said_so(monkeypatch)
         raise ConnectionError("reset")
 
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", break_off)
-    with pytest.raises(ApproxError, match="^Reading the licence of the base"):
+    with pytest.raises(ApproxError, match=r"^Reading the licence of the base"):
         told_by_the_hub("ada/base", public=False)
 
 

@@ -87,7 +87,7 @@ def report(made: dict[str, Any], picture: str | None) -> str:
 
 
 def _others(machine: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {machine.get(name) or 'not installed'}" for name in PACKAGES)
+    return ", ".join(f"{name} {machine.get(name) or 'not installed'}" for name in PACKAGES if name in machine)
 
 
 def _told(one: dict[str, Any]) -> str:

@@ -10,25 +10,28 @@ from approx.conversion.surgery import convert, revert
 from approx.conversion.verify import verify
 from approx.errors import ApproxError
 from approx.evaluation.options import BenchStage, EvaluateStage
-from approx.evaluation.record_model import Record
+from approx.evaluation.record import Record
 from approx.finetuning.options import FinetuneStage
 from approx.inspection import inspect, plan
-from approx.measuring.in_memory import in_memory
 from approx.measuring.measure import (
     Progress,
     choose_device,
+    generate,
+    in_memory,
+    label_of,
     make_record,
     measure_quality,
     measure_speed,
     open_all,
+    open_pair,
+    predict,
     silent,
     task_of,
+    with_extended_base,
 )
-from approx.measuring.pair import label_of, open_pair, with_extended_base
 from approx.measuring.products import fast_products
-from approx.measuring.side_by_side import generate, predict
-from approx.pipeline.search import folder_of
-from approx.pipeline.search import search as run_search
+from approx.pipeline.run import folder_of
+from approx.pipeline.run import search as run_search
 from approx.planning.plan import Plan
 from approx.publishing.report import write_report as report
 from approx.pushing.push import push
@@ -98,7 +101,7 @@ def finetune(
             budget is met already, or the loss is not finite.
     """
     from approx.finetuning.finetune import finetune as train
-    from approx.finetuning.folder import finetune_folder
+    from approx.finetuning.finetune import finetune_folder
 
     stage = build(FinetuneStage, "finetune", **options)
     if isinstance(model, str | Path):
@@ -133,7 +136,7 @@ def rehearse_finetuning(
 
     Args and errors: as for `finetune`; nothing is written.
     """
-    from approx.finetuning.folder import rehearse
+    from approx.finetuning.finetune import rehearse
 
     stage = build(FinetuneStage, "finetune", **options)
     return rehearse(

@@ -6,8 +6,7 @@ from approx.checkpoints import checkpoint, families
 from approx.checkpoints.history import history
 from approx.errors import ApproxError, Exit
 from approx.planning import anatomy, cost, positions
-from approx.planning.plan import Plan
-from approx.planning.resolve import described, site_record
+from approx.planning.plan import Plan, described, site_record
 
 # A ceiling below this causes a warning.
 _HARDLY = 1.1

@@ -35,10 +35,8 @@ import torch
 from rich.console import Console
 
 from approx.errors import ApproxError, Exit
-from approx.evaluation.interleave import OK, Runner, race
-from approx.evaluation.memory import is_out_of_memory, memory_limit, peak_mb
 from approx.evaluation.statistics import ratio_interval
-from approx.evaluation.timing import Neighbours, timed
+from approx.evaluation.timing import OK, Neighbours, Runner, is_out_of_memory, memory_limit, peak_mb, race, timed
 from approx_kernels.dispatch.implementation import chosen, forget
 from bench import cpu_cases, cpu_floor, cpu_grouped, cpu_page
 from bench.cpu_record import DTYPES, LENGTHS, LONGEST, THREADS, Part, circumstances, gather, planned, take_up

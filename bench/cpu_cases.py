@@ -12,8 +12,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from approx.conversion import surgery
 from approx.mechanisms import MECHANISMS
-from approx.planning.example_inputs import example_inputs
 from approx.planning.plan import Plan
+from approx.planning.positions import example_inputs
 from approx.seam.attention_free import attention_free
 from bench.cpu_peers import LONGEST_REFERENCE, fast_transformers_peers, transformers_peers
 

@@ -11,7 +11,7 @@ from torch.nn.attention import sdpa_kernel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.utils import import_utils
 
-from approx.planning.example_inputs import example_inputs
+from approx.planning.positions import example_inputs
 from approx.seam.attention_free import attention_free
 from bench.cpu_cases import CEILING, HEADS, SIZE, build, converted, on_tokens, one_token
 from bench.gpu_cases import PADDED, of_suite, real_tokens

@@ -10,10 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from approx.evaluation.interleave import OK, OUT_OF_MEMORY, Runner, race
-from approx.evaluation.memory import is_out_of_memory
 from approx.evaluation.statistics import ratio_interval
-from approx.evaluation.timing import timed
+from approx.evaluation.timing import OK, OUT_OF_MEMORY, Runner, is_out_of_memory, race, timed
 from bench import gpu_cases, gpu_models
 from bench.gpu_graphs import captured
 from bench.gpu_machine import watched

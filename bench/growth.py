@@ -28,9 +28,8 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import track
 
-from approx.evaluation.memory import is_out_of_memory, memory_limit, peak_mb
 from approx.evaluation.record import environment
-from approx.evaluation.timing import Neighbours, timed
+from approx.evaluation.timing import Neighbours, is_out_of_memory, memory_limit, peak_mb, timed
 from approx.mechanisms import MECHANISMS
 
 HEADS, SIZE = 4, 64

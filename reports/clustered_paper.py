@@ -8,7 +8,7 @@ healing, for 25 clusters, found by 10 iterations, and, where they are improved, 
 from pathlib import Path
 from typing import NamedTuple
 
-from approx.evaluation.record_model import Layer, Quality, QualityVariant, Record, Scores, Tokens
+from approx.evaluation.record import Layer, Quality, QualityVariant, Record, Scores, Tokens
 from approx.publishing import wording
 from reports import sources
 

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from approx.evaluation.record_model import QualityVariant, Record
-from approx.evaluation.record_training import Trained
+from approx.evaluation.record import QualityVariant, Record, Trained
 from approx.publishing import wording
 from approx.recipe import BASE, HEALED, TRAINED
 from approx.tasks.metrics import METRICS

@@ -7,8 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import yaml
 
-from approx.evaluation.record_model import Quality, Record
-from approx.evaluation.record_speed import Speed
+from approx.evaluation.record import Quality, Record, Speed
 from approx.evaluation.statistics import accuracy_interval
 from reports import sources
 

@@ -12,7 +12,7 @@ sys.path.extend(str(Path(__file__).resolve().parent.parent / name) for name in (
 
 from approx import recipe
 from approx.api import push
-from approx.checkpoints.receipt import RECEIPT, Receipt
+from approx.checkpoints.history import RECEIPT, Receipt
 from approx.conversion.convert import convert
 from approx.evaluation import record
 from approx.planning.plan import Plan

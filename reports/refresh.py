@@ -17,8 +17,7 @@ sys.path.extend(str(Path(__file__).resolve().parent.parent / name) for name in (
 
 from approx.cli.figures import quality_table, speed_tables
 from approx.evaluation import record
-from approx.evaluation.record_model import Quality, Record, Scores, Tokens
-from approx.evaluation.record_speed import Speed
+from approx.evaluation.record import Quality, Record, Scores, Speed, Tokens
 from approx.patterns import figures, find_pattern, pattern_names
 from approx.patterns.study import draw
 from approx.publishing import wording

@@ -2,11 +2,10 @@
 
 from pathlib import Path
 
-from approx.evaluation.record_model import Quality, QualityVariant, Record
-from approx.evaluation.record_speed import Speed, SpeedVariant
+from approx.evaluation.record import Quality, QualityVariant, Record, Speed, SpeedVariant
 from approx.publishing import wording
 from approx.publishing.summary import standing
-from approx.searching.proving import FOUND
+from approx.searching.search import FOUND
 from reports import sources
 
 _BEGIN, _END = "<!-- searched: made by reports/refresh.py -->", "<!-- end of searched -->"

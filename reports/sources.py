@@ -9,7 +9,7 @@ from pathlib import Path
 
 from approx.errors import ApproxError
 from approx.evaluation import record
-from approx.evaluation.record_model import Record
+from approx.evaluation.record import Record
 
 # Of a search that names everything; the report has it whole.
 _SHOWN = 60

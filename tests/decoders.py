@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from approx.conversion import surgery
-from approx.planning.example_inputs import example_inputs
 from approx.planning.plan import Plan, Rule
+from approx.planning.positions import example_inputs
 from forms import CAUSAL, KINDS, SELF_ONLY, SMALL
 from zoo import tiny
 

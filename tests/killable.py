@@ -9,14 +9,13 @@ from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from approx.pipeline.executors import processes
+from approx.pipeline.store import processes
 
 PRELOADED = (
     "transformers.models.bert.modeling_bert",
     "approx.cli",
-    "approx.finetuning.folder",
+    "approx.finetuning.finetune",
     "approx.pipeline.run",
-    "approx.pipeline.search",
     "approx.pipeline.sweep",
     "approx.pushing.push",
 )

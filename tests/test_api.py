@@ -7,7 +7,7 @@ from approx import api
 from approx.checkpoints import checkpoint
 from approx.conversion import surgery
 from approx.errors import ApproxError, Exit
-from approx.measuring.pair import label_of
+from approx.measuring.measure import label_of
 from approx.planning.plan import Plan, Rule
 from approx.recipe import BASE, CEILING
 from tiny_study import tiny_checkpoint, tiny_data

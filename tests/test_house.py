@@ -28,34 +28,23 @@ MAY_IMPORT = {
     "approx.registration": "",
     "approx.mechanisms": "approx.errors approx_kernels",
     "approx.seam": "approx.errors approx.paths approx.mechanisms approx_kernels",
-    "approx.checkpoints": "approx.errors approx.paths approx.version approx.validation approx.planning.example_inputs"
-    " approx.planning.positions approx.seam approx.mechanisms approx_kernels",
+    "approx.checkpoints": "approx.errors approx.paths approx.version approx.validation approx.planning.positions approx.seam approx.mechanisms approx_kernels",
     "approx.planning": "approx.errors approx.validation approx.yaml_text approx.seam approx.mechanisms approx_kernels",
-    "approx.conversion": "approx.errors approx.paths approx.text_file approx.version approx.planning approx.checkpoints approx.seam approx.mechanisms"
-    " approx_kernels",
+    "approx.conversion": "approx.errors approx.paths approx.text_file approx.version approx.planning approx.checkpoints approx.seam approx.mechanisms approx_kernels",
     "approx.tasks": "approx.errors approx.text_file",
-    "approx.evaluation": "approx.errors approx.paths approx.validation approx.version approx.tasks approx_kernels.runtime.cache_folder"
-    " approx_kernels.runtime.atomic_file",
-    "approx.finetuning": "approx.errors approx.paths approx.validation approx.version approx.evaluation approx.tasks approx.conversion"
-    " approx.planning approx.checkpoints approx.seam approx_kernels",
-    "approx.recipe": "approx.errors approx.validation approx.yaml_text approx.evaluation.options approx.finetuning.options"
-    " approx.planning.rule approx.pushing.options approx.searching.options",
+    "approx.evaluation": "approx.errors approx.paths approx.validation approx.version approx.tasks approx_kernels.runtime.cache_folder approx_kernels.runtime.atomic_file",
+    "approx.finetuning": "approx.errors approx.paths approx.validation approx.version approx.evaluation approx.tasks approx.conversion approx.planning approx.checkpoints approx.seam approx_kernels",
+    "approx.recipe": "approx.errors approx.validation approx.yaml_text approx.evaluation.options approx.finetuning.options approx.planning.rule approx.pushing.options approx.searching.options",
     "approx.grid": "approx.errors approx.validation approx.recipe approx.planning.rule",
-    "approx.measuring": "approx.errors approx.version approx.text_file approx.recipe approx.evaluation approx.tasks approx.conversion approx.planning"
-    " approx.checkpoints approx.seam approx_kernels",
-    "approx.searching": "approx.errors approx.text_file approx.validation approx.recipe approx.measuring approx.finetuning approx.evaluation approx.tasks"
-    " approx.conversion approx.planning approx.checkpoints approx.seam approx.mechanisms approx_kernels",
-    "approx.publishing": "approx.errors approx.paths approx.version approx.evaluation.record approx.evaluation.record_model"
-    " approx.evaluation.record_speed approx.evaluation.record_training approx_kernels.runtime.atomic_file",
-    "approx.pushing": "approx.errors approx.paths approx.validation approx.version approx.publishing approx.evaluation.record"
-    " approx.evaluation.record_model approx.evaluation.record_speed approx.tasks approx.conversion approx.checkpoints approx.seam",
-    "approx.patterns": "approx.errors approx.mechanisms approx.publishing approx.evaluation.bench approx.evaluation.options"
-    " approx.evaluation.record_speed approx_kernels",
+    "approx.measuring": "approx.errors approx.version approx.text_file approx.recipe approx.evaluation approx.tasks approx.conversion approx.planning approx.checkpoints approx.seam approx_kernels",
+    "approx.searching": "approx.errors approx.text_file approx.validation approx.recipe approx.measuring approx.finetuning approx.evaluation approx.tasks approx.conversion approx.planning approx.checkpoints approx.seam approx.mechanisms approx_kernels",
+    "approx.publishing": "approx.errors approx.paths approx.version approx.evaluation.record approx_kernels.runtime.atomic_file",
+    "approx.pushing": "approx.errors approx.paths approx.validation approx.version approx.publishing approx.evaluation.record approx.tasks approx.conversion approx.checkpoints approx.seam",
+    "approx.patterns": "approx.errors approx.mechanisms approx.publishing approx.evaluation.bench approx.evaluation.options approx.evaluation.record approx_kernels",
     "approx.doctor": "approx.errors approx.measuring approx.tasks approx_kernels",
-    "approx.pipeline": "approx.errors approx.paths approx.version approx.recipe approx.grid approx.searching approx.pushing approx.publishing"
-    " approx.measuring approx.finetuning approx.evaluation approx.conversion approx.planning approx.checkpoints approx.tasks approx_kernels",
+    "approx.pipeline": "approx.errors approx.paths approx.version approx.recipe approx.grid approx.searching approx.pushing approx.publishing approx.measuring approx.finetuning approx.evaluation approx.conversion approx.planning approx.checkpoints approx.tasks approx_kernels",
     "approx.inspection": "approx.errors approx.planning approx.checkpoints",
-    "approx.api": "approx.inspection approx.pipeline approx.searching approx.errors approx.validation approx.evaluation.options approx.evaluation.record_model approx.recipe approx.pushing approx.publishing approx.measuring approx.finetuning approx.conversion approx.planning approx.checkpoints approx.tasks",
+    "approx.api": "approx.inspection approx.pipeline approx.searching approx.errors approx.validation approx.evaluation.options approx.evaluation.record approx.recipe approx.pushing approx.publishing approx.measuring approx.finetuning approx.conversion approx.planning approx.checkpoints approx.tasks",
     "approx.cli": "approx approx_kernels.runtime.atomic_file",
     "approx": "approx",
 }
@@ -65,9 +54,6 @@ WITHOUT_TORCH = (
     "approx.publishing",
     "approx.evaluation.options",
     "approx.evaluation.record",
-    "approx.evaluation.record_model",
-    "approx.evaluation.record_speed",
-    "approx.evaluation.record_training",
     "approx.evaluation.statistics",
     "approx.finetuning.options",
     "approx.pushing.options",
@@ -190,10 +176,10 @@ def test_imports_keep_the_rules(module, file):
         ("approx.evaluation.evaluate", "from ..conversion import plan"),
         ("approx.evaluation.statistics", "import torch.nn as nn"),
         ("approx.finetuning.task", "import approx.mechanisms.full"),
-        ("approx.publishing.page", "from approx.evaluation.bench import bench"),
-        ("approx.publishing.page", "from approx.conversion.writing import write"),
-        ("approx.publishing.page", "if True:\n    import torch"),
-        ("approx.publishing.page", "from approx.pushing.push import push"),
+        ("approx.publishing.report", "from approx.evaluation.bench import bench"),
+        ("approx.publishing.report", "from approx.conversion.convert import write"),
+        ("approx.publishing.report", "if True:\n    import torch"),
+        ("approx.publishing.report", "from approx.pushing.push import push"),
         ("approx.pushing.push", "from approx.evaluation.bench import bench"),
         ("approx.recipe", "from approx.pipeline import run"),
         ("approx.pipeline", "from approx.cli import app"),
@@ -217,8 +203,8 @@ def test_a_forbidden_import_is_found(module, source):
             "approx.mechanisms.linear",
             "from approx.mechanisms.mechanism import Mechanism\nfrom approx_kernels.ops.linear import op",
         ),
-        ("approx.publishing.page", "from approx.evaluation.record import Record"),
-        ("approx.pushing.push", "import transformers\nfrom approx.conversion.card import write_card"),
+        ("approx.publishing.report", "from approx.evaluation.record import Record"),
+        ("approx.pushing.push", "import transformers\nfrom approx.conversion.convert import write_card"),
         ("approx.cli", "import typer\nfrom approx.pipeline import run"),
     ],
 )

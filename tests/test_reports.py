@@ -11,7 +11,7 @@ import pytest
 
 from approx.errors import ApproxError
 from approx.evaluation import record
-from approx.evaluation.record_model import Record
+from approx.evaluation.record import Record
 from reports import clustered_paper, long_documents, push_example, sources
 from reports.long_documents import Point
 from typed import part_of

@@ -4,7 +4,7 @@ import types
 import typing
 from typing import Any, TypeVar
 
-from approx.evaluation.record_model import Record
+from approx.evaluation.record import Record
 from approx.validation import Written
 
 Part = TypeVar("Part", bound=Written)

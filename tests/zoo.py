@@ -10,8 +10,8 @@ from torch import Tensor
 from approx.errors import ApproxError
 from approx.mechanisms import MECHANISMS
 from approx.planning.anatomy import anatomy
-from approx.planning.example_inputs import example_inputs
 from approx.planning.plan import Plan, Rule
+from approx.planning.positions import example_inputs
 
 _TEXT: dict[str, Any] = {
     "hidden_size": 32,

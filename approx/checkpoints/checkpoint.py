@@ -1,9 +1,11 @@
-"""Open a stock or converted checkpoint from a folder or the hub; reject those that would silently load wrongly."""
+"""Open a stock or converted checkpoint from a folder or the hub; hash what is loaded, and reject what would silently load wrongly."""
 
 import hashlib
+import json
 import os
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -11,17 +13,586 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING
+from huggingface_hub import HfApi, errors, snapshot_download
+from safetensors import SafetensorError, safe_open
+from transformers import CONFIG_MAPPING, PreTrainedTokenizerBase
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from approx.checkpoints import adapters, families, hub, integrity
+from approx.checkpoints import families
 from approx.checkpoints.foreign import refuse_kernels
-from approx.checkpoints.tokenizers import try_out
+from approx.checkpoints.history import check_record
 from approx.errors import ApproxError, Exit
+from approx.paths import inside, refuse_leaving
 from approx.planning import positions
-from approx.planning.example_inputs import example_inputs
-from approx.seam.manifest import check_seal, sha256
+from approx.planning.positions import example_inputs
+from approx.seam.manifest import MANIFEST, check_seal, names, sha256
 from approx.seam.transformers_internals import backbone_of
+
+_PATTERNS = ["*.json", "*.txt", "*.model", "*.safetensors", "*.py", "*.md", "*.jinja"]
+# Licences have all kinds of names.
+_PATTERNS += [
+    "[Ll][Ii][Cc][Ee]*",
+    "[Nn][Oo][Tt][Ii][Cc][Ee]*",
+    "[Cc][Oo][Pp][Yy][Ii][Nn][Gg]*",
+    "[Uu][Ss][Ee]_[Pp][Oo][Ll]*",
+]
+# A converted folder has its code beside the weights; what is in folders below has nothing to do with it.
+_IGNORED = ["*/*.py"]
+# Some networks drop packets silently, and the client would wait for minutes by default.
+_SECONDS = 10
+
+
+def download(name: str, *, revision: str | None, offline: bool, allow_pickle: bool) -> tuple[Path, str]:
+    """Download a model from the hub into the local cache.
+
+    Args:
+        name: Model id.
+        revision: Branch, tag or commit; None for the main branch.
+        offline: Whether to use only the cache.
+        allow_pickle: Whether to download pickled weights too.
+
+    Returns:
+        The local folder, and the commit.
+
+    Raises:
+        ApproxError: if it does not exist, access is denied, or the hub does not answer.
+    """
+    asked, reachable = revision, True
+    try:
+        if not offline:
+            revision, reachable = _commit(name, revision)
+        patterns = [*_PATTERNS, "pytorch_model*.bin"] if allow_pickle else _PATTERNS
+        folder = Path(
+            snapshot_download(
+                name,
+                revision=revision,
+                allow_patterns=patterns,
+                ignore_patterns=_IGNORED,
+                local_files_only=offline or not reachable,
+            )
+        )
+    except errors.RepositoryNotFoundError:
+        raise ApproxError(
+            f"'{name}' was not found, or you have no access: it is not a local folder, and the hub does not list it. "
+            "Check the name; for a private model run `hf auth login` or set HF_TOKEN.",
+            Exit.UNAVAILABLE,
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise ApproxError(
+            f"'{name}' has no revision '{asked}'. Leave --revision out, or name one.", Exit.UNAVAILABLE
+        ) from None
+    except errors.HFValidationError:
+        raise ApproxError(
+            f"'{name}' is neither a folder nor a valid model id of the hub (owner/name).", Exit.UNAVAILABLE
+        ) from None
+    except errors.LocalEntryNotFoundError:
+        why = "(--offline)" if offline else "either, and the hub cannot be reached"
+        raise ApproxError(
+            f"'{name}' is not a local folder, and it is not in the hub's local cache {why}. Give the path of a folder, or "
+            "connect to the network.",
+            Exit.UNAVAILABLE,
+        ) from None
+    except Exception as error:
+        # Which HTTP library raises here depends on the version of the client.
+        raise ApproxError(
+            f"'{name}' could not be downloaded: {type(error).__name__}: {' '.join(str(error).split())[:200]} Try again; finished "
+            "downloads stay in the cache.",
+            Exit.UNAVAILABLE,
+        ) from error
+    return folder, folder.name
+
+
+def listed(name: str, commit: str) -> list[str] | None:
+    """Names of all files that a commit of a repository holds; None if the hub does not answer.
+
+    Args:
+        name: Model id.
+        commit: The commit.
+    """
+    try:
+        found = HfApi().model_info(name, revision=commit, timeout=_SECONDS).siblings
+    except Exception:
+        # Whatever went wrong, the list is not known.
+        return None
+    return [one.rfilename for one in found or []]
+
+
+def _commit(name: str, revision: str | None) -> tuple[str | None, bool]:
+    """The commit of a revision, and whether the hub answered; if not, the cache may still have it."""
+    try:
+        return HfApi().model_info(name, revision=revision, timeout=_SECONDS).sha, True
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError):
+        raise
+    except Exception:
+        # Any network or server error: fall back to the cache, whose error mentions the network.
+        return revision, False
+
+
+def settings(path: Path) -> dict[str, Any]:
+    """The settings in a file; none if there is no file.
+
+    Raises:
+        ApproxError: if it is not a JSON object.
+    """
+    try:
+        read = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        if not isinstance(read, dict):
+            raise ValueError("it is not an object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ApproxError(
+            f"{path} cannot be read as JSON settings: {error}. Correct it, or download it again.", Exit.UNAVAILABLE
+        ) from None
+    return read
+
+
+def try_out(reader: Any) -> None:
+    """Check that the tokenizer of a checkpoint has a vocabulary and reads a text and a pair.
+
+    Args:
+        reader: A tokenizer, or a processor, which may have one.
+
+    Raises:
+        ValueError: if it does not.
+    """
+    tokenizer = getattr(reader, "tokenizer", reader)
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        return
+    # Without its files, transformers builds one with an empty vocabulary, and every score would be noise.
+    if not tokenizer.get_vocab().keys() - tokenizer.all_special_tokens:
+        raise ValueError("the vocabulary is missing")
+    if not tokenizer.is_fast:
+        return
+    try:
+        tokenizer("a")
+        tokenizer("a", "a")
+    except BaseException as error:
+        # A panic of Rust is no Exception.
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise ValueError(f"it cannot read a text ({type(error).__name__}: {error})") from None
+        raise
+
+
+_LFS = b"version https://git-lfs"
+INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+# The only folder that transformers reads by itself.
+_TEMPLATES = "additional_chat_templates"
+PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+# The order in which transformers looks for weights.
+_IN_ORDER = (_SINGLE, INDEX, PICKLE, PICKLE_INDEX)
+_OTHER_WEIGHTS = (".gguf", ".safetensors", ".bin", ".h5", ".msgpack", ".pt", ".pth", ".ckpt")
+# With these files beside the weights, transformers adds an adapter to the model wherever peft is installed.
+ADAPTER = "adapter_config.json"
+_ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+# Models are built from these numbers before any weight is read; a corrupt one would keep the machine busy for hours.
+_MOST = {"layer": 5_000, "labels": 1_000_000}
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The raw `config.json` of a checkpoint.
+
+    Raises:
+        ApproxError: if it is missing, not JSON, a git-lfs pointer, has absurdly large counts, or uses relative positions.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ApproxError(
+            f"config.json is missing in {folder}. Give the folder of a transformers checkpoint, or a model id of the hub.",
+            Exit.UNAVAILABLE,
+        )
+    _refuse_lfs(path)
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("it is not an object")
+    except (ValueError, RecursionError, OSError) as error:
+        raise ApproxError(f"{path} is not a valid config: {error}. Download it again.", Exit.UNAVAILABLE) from None
+    if not isinstance(config.get("model_type"), str):
+        raise ApproxError(
+            f"{path} has no 'model_type', so the family of the model is unknown. Save the model with a current transformers.",
+            Exit.UNAVAILABLE,
+        )
+    beyond = [
+        f"{key} = {value:.3g}"
+        for key, value in config.items()
+        for word, most in _MOST.items()
+        if word in key and isinstance(value, int) and value > most
+    ]
+    if beyond:
+        raise ApproxError(
+            f"{path} says {', '.join(beyond)}, which is implausible. It is damaged; download it again.",
+            Exit.UNAVAILABLE,
+        )
+    relative = config.get("position_embedding_type", "absolute")
+    if relative not in ("absolute", None, "rotary"):
+        raise ApproxError(
+            f"{path} sets position_embedding_type '{relative}', which transformers 5 ignores and no mechanism supports. "
+            "Only checkpoints with absolute positions can be converted.",
+            Exit.UNSUPPORTED,
+        )
+    return config
+
+
+def refuse_leaving_links(folder: Path) -> None:
+    """Check that no file of a checkpoint is a symbolic link to a place outside its folder; it could be copied or uploaded.
+
+    Raises:
+        ApproxError: naming the link and where it leads.
+    """
+    try:
+        paths = sorted(folder.iterdir())
+    except OSError as error:
+        raise ApproxError(f"{folder} cannot be opened: {error.strerror}.", Exit.UNAVAILABLE) from None
+    for path in paths:
+        # Other folders are never read, except those that modules.json names, which are checked there.
+        if path.is_symlink() and (path.name == _TEMPLATES or not path.is_dir()):
+            refuse_leaving(folder, path)
+    if (folder / _TEMPLATES).is_dir():
+        for path in sorted((folder / _TEMPLATES).iterdir()):
+            refuse_leaving(folder, path)
+
+
+def refuse_half_converted(folder: Path, config: dict[str, Any]) -> None:
+    """Refuse a converted folder whose config does not say how: transformers would compute exact attention.
+
+    Raises:
+        ApproxError: naming what says that it was converted, and what was lost or is wrong.
+    """
+    block, converted = config.get("approx"), config["model_type"].startswith("approx_")
+    sites = block.get("sites") if isinstance(block, dict) else None
+    whole = isinstance(sites, dict) and bool(sites)
+    if whole and converted:
+        check_record(config, folder / "config.json")
+        return
+    if converted:
+        sign = f"'model_type' is {config['model_type']}"
+    else:
+        sign = "'approx' lists mechanisms" if whole else _sign_of_conversion(folder, config)
+    if sign is None:
+        return
+    lost = f"'model_type' is {config['model_type']}" if whole else "'approx' lists no mechanisms"
+    raise ApproxError(
+        f"{folder / 'config.json'} is damaged: the folder was converted ({sign}), but {lost}. Copy the folder again, or convert "
+        "the base checkpoint again.",
+        Exit.UNAVAILABLE,
+    )
+
+
+def _sign_of_conversion(folder: Path, config: dict[str, Any]) -> str | None:
+    """What beside 'approx' and 'model_type' tells that a folder was converted; None if nothing does."""
+    architectures = config.get("architectures")
+    if isinstance(architectures, list) and any(str(one).startswith("Approx") for one in architectures):
+        return f"'architectures' is {architectures[0]}"
+    if (folder / MANIFEST).is_file() and any(name.endswith(".py") for name in names(folder)):
+        return f"{MANIFEST} lists its code"
+    # Weights that cannot be read are reported where they are loaded.
+    with suppress(SafetensorError, OSError):
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                if key := next((key for key in file.keys() if ".mechanism." in key), None):  # noqa: SIM118 - a file
+                    return f"its weights have {key}"
+    return None
+
+
+def weight_files(folder: Path, *, allow_pickle: bool = False) -> list[Path]:
+    """The weight files that transformers loads from a folder, checked for LFS pointers, truncation and wrong headers.
+
+    The order of preference is that of `from_pretrained`: the file that the config names, one safetensors file, an index of
+    several, and then the same as pickles. Whatever opens, hashes, compares or copies weights asks here, so that the name
+    of a model is that of the weights which run.
+
+    Args:
+        folder: Folder of the checkpoint.
+        allow_pickle: Whether a checkpoint with only pickled weights is accepted.
+
+    Raises:
+        ApproxError: naming the file, the problem and what to do.
+    """
+    config = _config_of(folder)
+    named = config.get("transformers_weights")
+    if named is None:
+        first = next((name for name in _IN_ORDER if (folder / name).is_file()), None)
+        if first is None:
+            raise ApproxError(_no_weights(folder), Exit.UNAVAILABLE)
+    else:
+        first = inside(folder, named, folder / "config.json").relative_to(folder).as_posix()
+        right = Path(first).name == first and first.endswith((".safetensors", ".safetensors.index.json"))
+        if not right or not os.path.isfile(folder / first):
+            raise ApproxError(
+                f"'transformers_weights' in {folder / 'config.json'} is '{first}', which is not a safetensors file of this folder. "
+                "Download it, or delete the key to load model.safetensors.",
+                Exit.UNAVAILABLE,
+            )
+    if first in (PICKLE, PICKLE_INDEX) and not allow_pickle:
+        raise ApproxError(
+            f"{folder} has only pickled weights ({first}), and a pickle can run code. If you trust its author, pass "
+            "--allow-pickle; the converted checkpoint is saved as safetensors.",
+            Exit.REFUSED,
+        )
+    files = _named_in(folder / first) if first.endswith(".index.json") else [folder / first]
+    files += [folder / name for name in _further(config) if (folder / name).is_file()]
+    for path in files:
+        # A name may be too long to be looked for.
+        if not os.path.isfile(path):
+            raise ApproxError(f"{path} is missing, but {first} names it. Download it again.", Exit.UNAVAILABLE)
+        if path.suffix == ".safetensors":
+            _check_safetensors(path)
+        else:
+            _refuse_lfs(path)
+    return files
+
+
+def unused_weights(folder: Path, files: Sequence[Path]) -> str | None:
+    """A note about safetensors files and indices in a folder that transformers ignores; None if there are none."""
+    known = {path.name for path in files} | ({INDEX} if files[0].name != _SINGLE else set())
+    left = sorted({path.name for path in folder.glob("*.safetensors*")} - known - {*adapter_names(folder)})
+    if not left:
+        return None
+    more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+    return f"{', '.join(left[:3])}{more} not read: transformers loads {files[0].name} from this folder."
+
+
+def adapter_names(folder: Path) -> list[str]:
+    """Names of the files of an adapter of PEFT in a folder; empty if there is none, its config alone without its weights."""
+    if not os.path.isfile(folder / ADAPTER):
+        return []
+    return [ADAPTER, *[name for name in _ADAPTER_WEIGHTS if os.path.isfile(folder / name)][:1]]
+
+
+def _config_of(folder: Path) -> dict[str, Any]:
+    # A config that cannot be read is reported by `read_config`.
+    with suppress(OSError, ValueError, RecursionError):
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return config if isinstance(config, dict) else {}
+    return {}
+
+
+def _further(config: dict[str, Any]) -> tuple[str, ...]:
+    """Files that transformers reads besides the weights, which a few families name in their config class."""
+    family = str(config.get("model_type")).removeprefix("approx_")
+    return getattr(CONFIG_MAPPING[family], "extra_files", ()) if family in CONFIG_MAPPING else ()
+
+
+def _named_in(index: Path) -> list[Path]:
+    _refuse_lfs(index)
+    try:
+        named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        files = sorted(inside(index.parent, name, index) for name in named)
+    except ApproxError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        files = []
+    if not files:
+        raise ApproxError(f"{index} is not a valid index. Download it again.", Exit.UNAVAILABLE)
+    return files
+
+
+def _no_weights(folder: Path) -> str:
+    found = sorted(path.name for path in folder.iterdir() if path.suffix in _OTHER_WEIGHTS)
+    if found and found[0].endswith(".gguf"):
+        return (
+            f"{folder} holds its weights as GGUF ({found[0]}), which transformers only reads when asked to. Load them with "
+            f"from_pretrained(…, gguf_file='{found[0]}'), and save the model as safetensors."
+        )
+    others = f"; {', '.join(found[:3])} has another name, which transformers does not load by itself" if found else ""
+    return f"{folder} holds no weights: neither {_SINGLE} nor {INDEX} exists{others}. Give a folder with weights."
+
+
+def refuse_non_finite(named_tensors: Iterable[tuple[str, torch.Tensor]], source: str) -> None:
+    """Check every number of a checkpoint: logits can be finite until an example reaches a NaN.
+
+    Raises:
+        ApproxError: naming the first tensors that hold NaN or infinity.
+    """
+    wrong = [name for name, tensor in named_tensors if tensor.is_floating_point() and not _finite(tensor)]
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise ApproxError(
+            f"{source} holds NaN or infinite numbers in {', '.join(wrong[:3])}{more}. The checkpoint is damaged; "
+            "download or train it again.",
+            Exit.UNAVAILABLE,
+        )
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    # A NaN or infinity always shows in the sum, which is much faster to compute; a sum of finite numbers may overflow.
+    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
+
+
+def _refuse_lfs(path: Path) -> None:
+    with path.open("rb") as file:
+        if file.read(len(_LFS)) == _LFS:
+            raise ApproxError(
+                f"{path} is a git-LFS pointer, not the file itself. Run `git lfs pull` in its repository.",
+                Exit.UNAVAILABLE,
+            )
+
+
+def _check_safetensors(path: Path) -> None:
+    _refuse_lfs(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            if not list(file.keys()):
+                raise ApproxError(f"{path} holds no tensors. Download it again.", Exit.UNAVAILABLE)
+    except (SafetensorError, OSError) as error:
+        raise ApproxError(
+            f"{path} ({path.stat().st_size:,} bytes) is damaged or truncated: {error}. Download it again.",
+            Exit.UNAVAILABLE,
+        ) from None
+
+
+def state_sha256(model: Any) -> str:
+    """Hash the tensors of a loaded model, with their names and dtypes."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+# Adapters that change no weight, but what a model reads: there is nothing to merge.
+_PROMPTS = {"PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT", "ADAPTION_PROMPT"}
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter, of which only the config was read.
+
+    Attributes:
+        folder: Its folder.
+        kind: What PEFT calls its kind, such as LORA.
+        base: The checkpoint that it was trained on, as its config names it; None if it does not.
+        revision: Commit of the base on the hub.
+        files: What it consists of: its config and its weights.
+    """
+
+    folder: Path
+    kind: str
+    base: str | None
+    revision: str | None
+    files: tuple[Path, ...]
+
+
+def find(folder: Path) -> Adapter | None:
+    """The adapter in a folder; None if there is none.
+
+    Raises:
+        ApproxError: if its config cannot be read.
+    """
+    names = adapter_names(folder)
+    if not names:
+        return None
+    path = folder / ADAPTER
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        kind, base, revision = (config.get(key) for key in ("peft_type", "base_model_name_or_path", "revision"))
+    except (ValueError, AttributeError, RecursionError, OSError) as error:
+        raise ApproxError(f"{path} is not a valid config: {error}. Download it again.", Exit.UNAVAILABLE) from None
+    named = base if isinstance(base, str) and base else None
+    return Adapter(
+        folder,
+        kind if isinstance(kind, str) else "unknown kind of",
+        named,
+        revision if isinstance(revision, str) else None,
+        tuple(folder / name for name in names),
+    )
+
+
+def refuse(name: str, adapter: Adapter, *, alone: bool) -> None:
+    """Refuse a checkpoint with an adapter that was not asked for.
+
+    Raises:
+        ApproxError: saying what it is, and how to merge it.
+    """
+    merge = "Merge it with --merge-adapter (in Python and recipes merge_adapter: true)"
+    if alone:
+        base = f"of '{adapter.base}'" if adapter.base else "whose config does not name its base"
+        text = f"{name} is a {adapter.kind} adapter {base}, not a whole model. {merge}, or save the merged model and give its folder."
+    else:
+        text = (
+            f"{name} holds a {adapter.kind} adapter ({ADAPTER}) beside the weights. transformers adds it where peft is installed and "
+            f"ignores it elsewhere, so it is not settled which model is meant. {merge}, or move it out of the folder."
+        )
+    raise ApproxError(text, Exit.REFUSED)
+
+
+def refuse_unmergeable(adapter: Adapter, *, allow_pickle: bool) -> None:
+    """Refuse an adapter that cannot be merged, before weights are read.
+
+    Raises:
+        ApproxError: if peft is missing, its weights are missing or pickled, or its kind changes no weights.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise ApproxError(
+            f"Merging the adapter in {adapter.folder} needs the package peft ({error}). Install it: pip install "
+            "'approx-attention[train]'.",
+            Exit.MISSING,
+        ) from None
+    if len(adapter.files) < 2:
+        raise ApproxError(
+            f"{adapter.folder} has an {ADAPTER}, but no adapter_model.safetensors. Download it again.",
+            Exit.UNAVAILABLE,
+        )
+    if adapter.files[1].suffix == ".bin" and not allow_pickle:
+        raise ApproxError(
+            f"{adapter.files[1]} is a pickle, which can run code. Save the adapter as safetensors with a current peft.",
+            Exit.REFUSED,
+        )
+    if adapter.kind in _PROMPTS or adapter.kind not in set(peft.PeftType):
+        raise ApproxError(
+            f"{adapter.folder} holds a {adapter.kind} adapter, which has no weights to merge into the model. Only adapters of "
+            "linear layers, such as LORA, can be merged.",
+            Exit.UNSUPPORTED,
+        )
+
+
+def merge(model: Any, adapter: Adapter) -> tuple[Any, set[str]]:
+    """Add an adapter to the weights of a loaded model.
+
+    Returns:
+        The model, of the class it had, and the names of its parameters that the adapter brought whole, such as a task head.
+
+    Raises:
+        ApproxError: if the adapter does not fit the model.
+    """
+    import peft
+    from peft.utils import ModulesToSaveWrapper
+
+    kind = type(model).__name__
+    try:
+        wrapped = peft.PeftModel.from_pretrained(model, str(adapter.folder), torch_device="cpu")
+        stored = _names(adapter.files[1])
+        # By default peft asks the hub whether the embeddings were resized.
+        embeddings = any("embed" in name or "lm_head" in name for name in stored)
+        known = peft.get_peft_model_state_dict(wrapped, save_embedding_layers=embeddings)
+        replaced = {
+            f"{name}.{part}".removeprefix("base_model.model.")
+            for name, module in wrapped.named_modules()
+            if isinstance(module, ModulesToSaveWrapper)
+            for part, _ in module.original_module.named_parameters()
+        }
+        surplus = sorted(stored ^ {*known})
+        if not surplus:
+            return wrapped.merge_and_unload(safe_merge=True).eval(), replaced
+        reason = f"tensors without a counterpart: {', '.join(surplus[:3])}"
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    raise ApproxError(
+        f"The {adapter.kind} adapter in {adapter.folder} could not be merged into a {kind} ({reason}). Merge it where it was "
+        "trained, with merge_and_unload() and save_pretrained(), and give that folder.",
+        Exit.UNAVAILABLE,
+    )
+
+
+def _names(file: Path) -> set[str]:
+    """Names of the tensors in a file of weights."""
+    if file.suffix == ".bin":
+        return {*torch.load(file, map_location="meta", weights_only=True)}
+    with safe_open(file, framework="pt") as tensors:
+        return {*tensors.keys()}
+
 
 EMBEDDED = "quickstart"
 # For readers only.
@@ -54,7 +625,7 @@ class Source:
     stock_class: type
     converted: bool
     reader: Any = None
-    adapter: adapters.Adapter | None = None
+    adapter: Adapter | None = None
 
 
 @dataclass
@@ -95,14 +666,14 @@ def locate(
         ApproxError: if it does not exist, its family is not supported, or it holds an adapter that is not to be merged.
     """
     folder, commit = _folder(str(name), revision, offline, allow_pickle)
-    integrity.refuse_leaving_links(folder)
-    if (found := adapters.find(folder)) is not None:
+    refuse_leaving_links(folder)
+    if (found := find(folder)) is not None:
         alone = not (folder / "config.json").is_file()
         if not merge_adapter:
-            adapters.refuse(str(name), found, alone=alone)
-        adapters.refuse_unmergeable(found, allow_pickle=allow_pickle)
+            refuse(str(name), found, alone=alone)
+        refuse_unmergeable(found, allow_pickle=allow_pickle)
         folder = _base_of(found, offline, allow_pickle) if alone else folder
-    raw = integrity.read_config(folder)
+    raw = read_config(folder)
     converted = raw["model_type"].startswith("approx_")
     family = raw["model_type"].removeprefix("approx_")
     if family not in CONFIG_MAPPING:
@@ -111,7 +682,7 @@ def locate(
             f"Supported families: {', '.join(families.FAMILIES)}.",
             Exit.UNSUPPORTED,
         )
-    integrity.refuse_half_converted(folder, raw)
+    refuse_half_converted(folder, raw)
     refuse_kernels(raw, folder / "config.json")
     stock_config = CONFIG_MAPPING[family]
     if converted:
@@ -156,7 +727,7 @@ def load(
     """
     source = locate(name, revision=revision, offline=offline, allow_pickle=allow_pickle, merge_adapter=merge_adapter)
     refuse_unquantisable(source)
-    files = integrity.weight_files(source.folder, allow_pickle=allow_pickle)
+    files = weight_files(source.folder, allow_pickle=allow_pickle)
     if source.converted:
         check_seal(source.folder, but=[_CARD, *edited])
     model_class = families.model_class(source.stock_class) if source.converted else source.stock_class
@@ -184,9 +755,9 @@ def load(
         ) from error
     brought: set[str] = set()
     if source.adapter is not None:
-        model, brought = adapters.merge(model, source.adapter)
+        model, brought = merge(model, source.adapter)
     notes = _check_keys(source, model, {**info, "missing_keys": {*info["missing_keys"]} - brought})
-    if (unused := integrity.unused_weights(source.folder, files)) is not None:
+    if (unused := unused_weights(source.folder, files)) is not None:
         notes.append(unused)
     if source.adapter is not None:
         files = [*files, *source.adapter.files]
@@ -195,7 +766,7 @@ def load(
         notes.append(
             f"config.json names code of its own for this model; it is not run: the model is transformers' {model_class.__name__}."
         )
-    integrity.refuse_non_finite(model.state_dict().items(), str(source.folder))
+    refuse_non_finite(model.state_dict().items(), str(source.folder))
     return Checkpoint(source, model.eval().to(device), _digest(files), notes)
 
 
@@ -311,10 +882,10 @@ def _folder(name: str, revision: str | None, offline: bool, allow_pickle: bool) 
         raise ApproxError(
             f"{name} does not exist. Give the folder of a checkpoint, or a model id of the hub.", Exit.UNAVAILABLE
         )
-    return hub.download(name, revision=revision, offline=offline, allow_pickle=allow_pickle)
+    return download(name, revision=revision, offline=offline, allow_pickle=allow_pickle)
 
 
-def _base_of(found: adapters.Adapter, offline: bool, allow_pickle: bool) -> Path:
+def _base_of(found: Adapter, offline: bool, allow_pickle: bool) -> Path:
     """The folder of the checkpoint that an adapter was trained on.
 
     Raises:
@@ -322,7 +893,7 @@ def _base_of(found: adapters.Adapter, offline: bool, allow_pickle: bool) -> Path
     """
     if found.base is None:
         raise ApproxError(
-            f"The adapter in {found.folder} does not name its base in {integrity.ADAPTER}. Copy its files beside the weights of "
+            f"The adapter in {found.folder} does not name its base in {ADAPTER}. Copy its files beside the weights of "
             "its base.",
             Exit.UNAVAILABLE,
         )
@@ -333,8 +904,8 @@ def _base_of(found: adapters.Adapter, offline: bool, allow_pickle: bool) -> Path
         raise ApproxError(
             f"The base of the adapter in {found.folder} cannot be opened: {error}", error.exit_code
         ) from None
-    integrity.refuse_leaving_links(base)
-    if adapters.find(base) is not None:
+    refuse_leaving_links(base)
+    if find(base) is not None:
         raise ApproxError(
             f"The base of the adapter in {found.folder}, {found.base}, holds an adapter itself. Merge that one first.",
             Exit.REFUSED,

@@ -52,7 +52,7 @@ def mechanisms(
     ] = None,
 ) -> None:
     """List the mechanisms with what they support, when they are exact, and their papers; or explain one."""
-    from approx.planning.support import support
+    from approx.planning.plan import support
 
     rows = [row for row in support(family) if name in (None, row["name"])]
     abilities = ("bidirectional", "causal", "trainable")

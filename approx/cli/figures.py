@@ -6,10 +6,9 @@ from typing import Any
 from rich.table import Table
 
 from approx.cli.tables import table
-from approx.evaluation.record_model import Quality
-from approx.evaluation.record_speed import BUSY, Relative, Speed, SpeedVariant, Timing
+from approx.evaluation.record import BUSY, Quality, Relative, Speed, SpeedVariant, Timing
 from approx.publishing import tables, wording
-from approx.publishing.comparison import Comparison
+from approx.publishing.report import Comparison
 from approx.recipe import BASE, CEILING
 
 _SPEED = ("batch", "tokens", "", "ms", "speed-up", "95 %", "of ceiling", "MB", "verdict")

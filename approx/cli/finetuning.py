@@ -187,7 +187,7 @@ def finetune(
 ) -> None:
     """Train a converted checkpoint until it is as good as before, or an exact one for comparison."""
     from approx import api
-    from approx.evaluation import distributed
+    from approx.evaluation import evaluate
 
     if max_steps == 0 or epochs == 0:
         raise ApproxError("No steps were asked for, so nothing would be trained. Give --max-steps or --epochs above 0.")
@@ -223,7 +223,7 @@ def finetune(
             model, output, **about, resume=resume, force=force, progress=lambda what, n, total: bar(f"finetune {what}", n, total),
             **asked,
         )  # fmt: skip
-    if distributed.leads():
+    if evaluate.leads():
         terminal.result(done, *_outcome(done))
         for note in done["notes"]:
             terminal.note(note)

@@ -11,7 +11,7 @@ from approx.cli.terminal import Terminal
 from approx.errors import ApproxError, Exit
 
 if TYPE_CHECKING:
-    from approx.evaluation.record_model import Quality
+    from approx.evaluation.record import Quality
 
 _PANEL = "Measure"
 
@@ -138,8 +138,9 @@ def evaluate(
     from approx import api
     from approx.checkpoints.atomic_folder import held
     from approx.cli.figures import quality_table
-    from approx.evaluation import distributed, record
-    from approx.publishing.advice import recommendation
+    from approx.evaluation import record
+    from approx.evaluation.evaluate import leads
+    from approx.publishing.summary import recommendation
 
     if task is None:
         raise ApproxError("No task was given. Name one with --task, e.g. --task glue/sst2.")
@@ -149,7 +150,7 @@ def evaluate(
     outputs = None if output is None else output.with_suffix(".parquet")
     if output is not None and output == outputs:
         raise ApproxError(f"{output} is reserved for the outputs of each example. Give the record the ending .json.")
-    with nullcontext() if output is None or not distributed.leads() else held(output), terminal.progress() as bar:
+    with nullcontext() if output is None or not leads() else held(output), terminal.progress() as bar:
         # Whoever held it before may have written it.
         options.check_output(output, force)
         options.check_output(outputs, force)
@@ -161,7 +162,7 @@ def evaluate(
             extend_base=extend_base, margin=margin, batch_size=options.read_batch_size(batch_size), outputs=outputs, fresh=fresh, seed=seed, seeds=seeds, device=device,
             dtype=dtype, fast_products=fast_products, offline=offline, merge_adapter=merge_adapter, command=typed_command(), progress=bar,
         )  # fmt: skip
-        if not distributed.leads():
+        if not leads():
             return
         if output is not None:
             record.save(output, made)
@@ -237,7 +238,7 @@ def bench(
     from approx.checkpoints.atomic_folder import held
     from approx.cli.figures import speed_tables
     from approx.evaluation import record
-    from approx.publishing.advice import recommendation
+    from approx.publishing.summary import recommendation
 
     options.check_output(output, force)
     with nullcontext() if output is None else held(output), terminal.progress() as bar:

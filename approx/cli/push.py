@@ -12,7 +12,7 @@ from approx.cli.terminal import Terminal
 from approx.errors import ApproxError
 
 if TYPE_CHECKING:
-    from approx.pushing.upload import Upload
+    from approx.pushing.push import Upload
 
 _INTERRUPTED = (
     "Interrupted. The hub holds either all files of a commit or none; run the same command to complete the push."

@@ -51,7 +51,7 @@ def compare(
     """Compare two records: what differs between them, and their quality, speed and verdicts side by side."""
     from approx.cli.figures import comparison_tables
     from approx.evaluation import record
-    from approx.publishing.comparison import compare as compare_records
+    from approx.publishing.report import compare as compare_records
 
     read = [record.load(options.record_file(given)) for given in (first, second)]
     compared = compare_records(*read)

@@ -180,7 +180,7 @@ def search(
 
 def _shown(found: "Searched", output: Path) -> "list[Table | str]":
     from approx.cli.figures import quality_table, speed_tables
-    from approx.pipeline.search import BEST, folder_of
+    from approx.pipeline.run import BEST, folder_of
 
     rows = [[str(one.layer), one.choice, one.heads, f"{one.saves:.2f}", f"{one.damage:.0%}"] for one in found.layers]
     shown: list[Table | str] = [found.told]

@@ -103,12 +103,12 @@ def run(
     from approx import recipe as recipes
     from approx.cli.figures import quality_table, speed_tables
     from approx.pipeline.run import run as run_recipe
-    from approx.publishing.advice import recommendation
+    from approx.publishing.summary import recommendation
 
     path = recipes.find(recipe)
     read = recipes.replaced(recipes.read(path), checkpoint=checkpoint, data=data or (), limit=limit)
     if dry_run:
-        from approx.pipeline.preflight import check
+        from approx.pipeline.run import check
 
         check(read, offline=offline)
         stages = _stages(read)

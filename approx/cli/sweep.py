@@ -69,8 +69,7 @@ def sweep(
     from approx import grid as grids
     from approx import recipe as recipes
     from approx.pipeline import sweep as stage
-    from approx.pipeline.executors import choose
-    from approx.pipeline.store import Store
+    from approx.pipeline.store import Store, choose
 
     path = recipes.find(grid, "grid")
     read = grids.read(path)

@@ -1,15 +1,66 @@
-"""Calibrate mechanisms on their inputs during one forward pass over a calibration batch."""
+"""Calibrate mechanisms on a text or recording during one forward pass."""
 
+import hashlib
+import io
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from dataclasses import dataclass
+from math import gcd
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from approx.errors import ApproxError
+from approx.checkpoints import checkpoint
+from approx.errors import ApproxError, Exit
 from approx.mechanisms.mechanism import Mechanism
+from approx.planning import positions
+from approx.planning.positions import example_inputs, samples
 from approx.seam.observe import Call, observe
+from approx.text_file import decoded
+
+TEXT = (
+    "The harbour was quiet when the first boats came back. A clerk wrote down what each of them had caught, the weight, "
+    "the price and the name of the buyer, and nobody asked why the northern grounds had given so little this year. "
+    "In the office above the market two engineers compared the figures with those of the last ten summers. The water had "
+    "grown warmer by half a degree, they said, but the fish had left before that; it was the current that had moved. "
+    "Their report would be short. It would say what had been measured, how, and how sure one could be of it, and it would "
+    "leave the question of what to do to those who had to live with the answer. "
+    "Maria, the younger of the two, had grown up in the house behind the church. Her grandfather still kept a notebook in "
+    "which he had written, every morning for forty years, the temperature of the sea and the direction of the wind. When "
+    "she asked to borrow it he shook his head, then changed his mind and handed it over, wrapped in a newspaper. \"Don't "
+    'trust the first three winters," he told her. "The thermometer was broken and I was too proud to buy another one." '
+    "She copied the numbers into a table that evening. It took her until two o'clock, because some pages had been wet and "
+    "the ink had run. In the end there were 14,231 readings. She drew one line through all of them and another through "
+    "those that her grandfather trusted, and the second line told a different story from the first. "
+    "The next day the council met. Mr Olsen, who owned the cold store and had paid for the new lights along the quay, "
+    "wanted to hear about jobs. How many people would be without work by spring? Could the smaller boats be refitted for "
+    "mussels, as they had been on the west coast? What would a refit cost, and who was going to pay for it? The mayor "
+    "answered each question with another one, as he usually did, until a woman at the back stood up and said that her "
+    "sons had already left for the city, that they were not coming home, and that the meeting could please be quick. "
+    "Nobody laughed. The minutes record that the engineers were then asked to speak. They showed four charts. The first "
+    "was the catch of each year; the second, the temperature; the third, the speed of the current at three depths. The "
+    "fourth chart was Maria's. It showed that the current had started to move eleven years ago, in the same autumn in "
+    "which the power station upriver had opened its new channel, and that it had moved a little farther every year since. "
+    "A coincidence does not become a cause because it is convenient, the older engineer warned. They had not looked at "
+    "the sand. Rivers carry sand, and where the sand settles the bottom rises, and a current goes round what it cannot go "
+    "over. To find out they would need a boat, an echo sounder and six dry days in a row. "
+    "They were given the boat. It was called the Constance, it was painted green, and its engine stopped whenever it was "
+    "asked to go slowly. On the first day they measured the channel from the lighthouse to the second buoy. On the second "
+    "day it rained, and they repaired the pump and played cards with the captain, who won. From the third day on the sea "
+    "was as flat as a table. Line after line they went north and south, forty metres apart, while the paper came out of "
+    "the machine and folded itself into a basket. By Saturday the shape was plain to everybody on board: a bank two miles "
+    "long and as high as a house, exactly where the old maps had promised deep water. "
+    "What followed was slower than the children of the town had hoped and faster than their parents had feared. A judge "
+    "listened to the power company, which said that no law had been broken, and to the fishermen, who said that no law "
+    "had been needed until now. Both were right. The company agreed to close its channel during the months of the spawning "
+    "and to pay for a survey in every second year; the council agreed to move the mussel lines out of the new current. "
+    "Three summers later the northern grounds gave a catch that was worth writing down. It was no more than a third of what "
+    "the old men remembered, but memory, as the clerk liked to say, is an excellent fisherman. Maria's report lies in the "
+    "library, on the second shelf to the left of the window. On its last page she thanks her grandfather for 14,231 "
+    "mornings, and for the three winters that he had the honesty to cross out. "
+)
 
 
 def mechanisms(model: Any) -> list[Mechanism]:
@@ -87,3 +138,205 @@ def exact_below(model: Any, tokens: int) -> Iterator[None]:
     finally:
         for mechanism, limit in limits.items():
             mechanism.exact_below = limit
+
+
+# Long enough for most mechanisms to approximate, and fast.
+_USUAL_TOKENS, _USUAL_FRAMES = 1024, 512
+# Limits memory, since the dense attention weights of every layer are computed.
+_MOST_TOKENS = 2048
+# Of this many tokens of English at least a quarter are distinct.
+_FIRST_WORDS = 256
+# Samples beyond it are no sound in numbers between -1 and 1.
+_LOUDEST = 16.0
+
+
+class CalibrationBatch(NamedTuple):
+    """Inputs for fitting mechanisms and measuring layer errors.
+
+    Attributes:
+        inputs: Keyword arguments of the model's forward.
+        told: Description of the inputs: the name of a file, or of its substitute.
+    """
+
+    inputs: dict[str, Tensor]
+    told: str
+
+
+@dataclass(frozen=True)
+class CalibrationFile:
+    """A text of the user's, or a recording for speech models.
+
+    Attributes:
+        name: File name without its path, which may be private.
+        sha256: Hash of its bytes.
+        data: Its bytes.
+    """
+
+    name: str
+    sha256: str
+    data: bytes
+
+    @classmethod
+    def read(cls, path: Path, kind: str) -> "CalibrationFile":
+        """Read a file.
+
+        Args:
+            path: Path of the file.
+            kind: The main input of the model: `input_ids` for text, `input_values` for sound.
+
+        Raises:
+            ApproxError: if it cannot be read, is empty, or the model does not take such input.
+        """
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise ApproxError(f"{path} cannot be read: {error.strerror}. {_wanted(kind)}", Exit.UNAVAILABLE) from None
+        file = cls(path.name, hashlib.sha256(data).hexdigest(), data)
+        if kind == "input_values":
+            file.sound()
+        elif kind == "input_ids":
+            file.text()
+        else:
+            raise ApproxError(
+                f"A model that takes {kind} cannot be calibrated on {path}. Leave out --calibrate to use random numbers."
+            )
+        return file
+
+    def text(self) -> str:
+        """The content as text.
+
+        Raises:
+            ApproxError: if it is not UTF-8 text, or empty.
+        """
+        text = decoded(self.data, self.name, settable=False)
+        if not text.strip():
+            raise ApproxError(f"{self.name} cannot be read: it is empty. {_wanted('input_ids')}", Exit.UNAVAILABLE)
+        return text
+
+    def sound(self) -> tuple[Any, int]:
+        """The content as samples of one channel, [n] between -1 and 1, and the sampling rate.
+
+        Raises:
+            ApproxError: if it is not a recording, has several channels, or samples far beyond -1 and 1.
+        """
+        import soundfile
+
+        try:
+            sound, rate = soundfile.read(io.BytesIO(self.data), dtype="float32")
+        except soundfile.SoundFileError as error:
+            # The whole message names the object in memory that was read.
+            reason = str(getattr(error, "error_string", error)).rstrip(".")
+            raise ApproxError(
+                f"{self.name} is not a readable recording ({reason}). {_wanted('input_values')}",
+                Exit.UNAVAILABLE,
+            ) from None
+        if sound.ndim != 1 or not len(sound):
+            held = f"has {sound.shape[1]} channels" if sound.ndim != 1 else "is empty"
+            raise ApproxError(f"{self.name} {held}. {_wanted('input_values')}", Exit.UNAVAILABLE)
+        # Samples that are stored as floats may be anything.
+        if not abs(sound).max() <= _LOUDEST:
+            raise ApproxError(
+                f"{self.name} holds samples that are not between -1 and 1. {_wanted('input_values')}", Exit.UNAVAILABLE
+            )
+        return sound, rate
+
+
+def _wanted(kind: str) -> str:
+    return {
+        "input_ids": "Give a plain text file with a few paragraphs like those the model reads.",
+        "input_values": "Give a single-channel WAV or FLAC file with a few seconds of speech like the model's inputs.",
+    }.get(kind, "Leave out --calibrate.")
+
+
+def calibration_length(model: Any) -> int:
+    """Tokens per calibration row: enough for all layers to approximate, if positions and memory allow.
+
+    1,024 tokens, or 512 frames of speech, or twice the length from which all layers approximate if that is more; at most
+    2,048 and at most the model's positions.
+
+    Args:
+        model: A converted model, fitted or not.
+    """
+    wanted = _USUAL_FRAMES if model.main_input_name == "input_values" else _USUAL_TOKENS
+    for mechanism in mechanisms(model):
+        start = mechanism.approximates_from()
+        if start is not None:
+            wanted = max(wanted, 2 * max(start, mechanism.exact_below))
+    return min(wanted, _MOST_TOKENS, positions.limit(model.config) or wanted)
+
+
+def calibration_batch(
+    source: checkpoint.Source, model: Any, length: int, file: CalibrationFile | None = None
+) -> CalibrationBatch:
+    """Inputs without padding: rows of at most `length` tokens, 2,048 in all, or one of at most `length` frames of speech.
+
+    Args:
+        source: The checkpoint, for its tokenizer or feature extractor.
+        model: The model, stock or converted.
+        length: Most tokens per row; see `calibration_length`.
+        file: Provides as many rows as fit from the start of its text, or the start of its sound, resampled to the model's
+            rate. Without it the batch is one row of English, or of random tokens if the tokenizer is missing or not for
+            English; for speech and images it is random numbers.
+
+    Raises:
+        ApproxError: if the model cannot read the file.
+    """
+    kind = model.main_input_name
+    if kind == "input_values" and file is not None:
+        return CalibrationBatch(_heard(source, model, file, length), file.name)
+    noise = "random tokens" if kind == "input_ids" else "random numbers"
+    random = CalibrationBatch(example_inputs(model, length, device=model.device), noise)
+    if kind != "input_ids":
+        return random
+    try:
+        tokenizer = checkpoint.processor(source)
+    except ApproxError:
+        if file is not None:
+            raise
+        return random
+    most = max(1, _MOST_TOKENS // length)
+    # Tokens rarely exceed twenty letters; tokenising a whole book for its first pages would be slow.
+    written = file.text()[: 20 * length * most] if file is not None else TEXT
+    rows = _rows(tokenizer, written, length)
+    repeated = file is None and bool(rows) and len(rows[0]) < length
+    if repeated:
+        rows = _rows(tokenizer, TEXT * -(-length // len(rows[0])), length)
+    rows = [row for row in rows[: 1 if file is None else most] if len(row) == len(rows[0])]
+    tokens = {token for row in rows for token in row}
+    known = bool(tokens) and max(tokens) < model.config.get_text_config().vocab_size
+    if file is not None and not known:
+        raise ApproxError(
+            f"The tokenizer does not match {type(model).__name__}: it gives {max(tokens, default='no tokens')}, but "
+            f"the vocabulary has {model.config.get_text_config().vocab_size} entries. Use the tokenizer that the model was trained with.",
+            Exit.UNAVAILABLE,
+        )
+    # With a vocabulary of another language, the built-in text would be all unknown tokens.
+    if not known or (file is None and len(tokens) < min(length, _FIRST_WORDS) // 4):
+        return random
+    told = file.name if file is not None else f"built-in English text{', repeated' if repeated else ''}"
+    return CalibrationBatch({"input_ids": torch.tensor(rows, device=model.device)}, told)
+
+
+def _rows(tokenizer: Any, text: str, length: int) -> list[list[int]]:
+    return tokenizer(text, truncation=True, max_length=length, return_overflowing_tokens=True)["input_ids"]
+
+
+def _heard(source: checkpoint.Source, model: Any, file: CalibrationFile, length: int) -> dict[str, Tensor]:
+    from scipy.signal import resample_poly
+
+    processor = checkpoint.processor(source)
+    extractor = getattr(processor, "feature_extractor", processor)
+    sound, rate = file.sound()
+    wanted = extractor.sampling_rate
+    if rate != wanted:
+        common = gcd(rate, wanted)
+        sound = resample_poly(sound, wanted // common, rate // common)
+    sound = sound[: samples(model.config, length)]
+    if len(sound) < samples(model.config, 1):
+        raise ApproxError(
+            f"{file.name} holds {len(sound)} samples, fewer than the {samples(model.config, 1)} of one frame of "
+            f"{type(model).__name__}. {_wanted('input_values')}",
+            Exit.UNAVAILABLE,
+        )
+    heard = extractor(sound, sampling_rate=wanted, return_tensors="pt")["input_values"]
+    return {"input_values": heard.to(model.device, model.dtype)}

@@ -1,150 +1,85 @@
-"""A process without approx, approx_kernels and triton, in which a written folder has to work.
+"""The process that reloads a converted folder where approx cannot be imported, and 16-bit models in float32.
 
-Importing PyTorch and transformers takes most of the time of such a check. One process therefore imports them while the
-folder is still being written, and loads each folder in a separate fork. Where processes cannot be forked after these
-imports, each folder gets its own process.
+It is run as a file, which imports nothing of approx. Both processes have to multiply alike, so the other imports `widened`
+from here.
 """
 
-import atexit
+import inspect
 import json
 import os
-import subprocess
+import shutil
 import sys
-import tempfile
-from pathlib import Path
-from threading import Lock
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
-from safetensors.torch import load_file, save_file
-from torch import Tensor, get_num_threads
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
-from approx.conversion import widened
-from approx_kernels.runtime.cache_folder import cache_folder
-
-# macOS libraries do not survive a fork, and Windows has no fork.
-_FORKS = sys.platform == "linux"
-# The check runs on the CPU, and a process that has initialised CUDA cannot be forked. The code in a folder gets no token.
-_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "HF_TOKEN": "", "HUGGING_FACE_HUB_TOKEN": ""}
+_HALVES = (torch.float16, torch.bfloat16)
 
 
-class ReloadError(Exception):
-    """The folder did not load or gave no outputs; the message is the reason."""
+def widened(model: Any) -> AbstractContextManager[object]:
+    """Compute linear layers in float32 inside the context, one weight at a time, where that is several times faster.
 
-
-class Reloader:
-    """The process that reloads folders; it starts importing at once."""
-
-    def __init__(self) -> None:
-        self._owner = os.getpid()
-        self._home = tempfile.TemporaryDirectory(prefix="approx-fresh-")
-        self._said = Path(self._home.name, "said")
-        # In append mode, writes restart at the beginning after the file is truncated.
-        with self._said.open("a") as said:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _SERVER, *(["forks"] if _FORKS else [])],
-                cwd=self._home.name,
-                env={**os.environ, **_ENVIRONMENT, "HF_MODULES_CACHE": f"{self._home.name}/modules"},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=said,
-                text=True,
-            )
-        atexit.register(self.close)
-
-    @property
-    def usable(self) -> bool:
-        """Whether it still runs and belongs to this process, not to a parent that was forked."""
-        return self._owner == os.getpid() and self._process.poll() is None
-
-    def first_outputs(self, folder: Path, auto: str, inputs: list[dict[str, Tensor]]) -> list[Tensor]:
-        """See the module's function of the same name."""
-        assert self._process.stdin
-        assert self._process.stdout
-        with tempfile.TemporaryDirectory(dir=self._home.name) as scratch:
-            for number, each in enumerate(inputs):
-                save_file({key: x.contiguous() for key, x in each.items()}, f"{scratch}/{number}.safetensors")
-            asked = {"folder": str(folder.resolve()), "auto": auto, "scratch": scratch, "calls": len(inputs)}
-            # Share the compiled code and probe results: another implementation would round differently.
-            asked |= {"threads": get_num_threads(), "cache": str(cache_folder().absolute())}
-            # It imports nothing of approx, and both processes have to multiply alike.
-            asked |= {"alike": str(Path(widened.__file__).absolute())}
-            try:
-                print(json.dumps(asked), file=self._process.stdin, flush=True)
-                status = self._process.stdout.readline().strip()
-            except BrokenPipeError:
-                status = ""
-            if status != "0":
-                said = self._said.read_text("utf-8", "replace").strip().splitlines()
-                raise ReloadError(said[-1] if said else "it died")
-            outputs = load_file(f"{scratch}/outputs.safetensors")
-            return [outputs[str(number)] for number in range(len(inputs))]
-
-    def close(self) -> None:
-        """Kill the process."""
-        atexit.unregister(self.close)
-        if self._owner == os.getpid():
-            self._process.kill()
-            self._process.communicate()
-            self._home.cleanup()
-
-
-_current: Reloader | None = None
-_lock = Lock()
-
-
-def begin() -> None:
-    """Start the process, so that it imports while other work is done."""
-    with _lock:
-        _usable()
-
-
-def first_outputs(folder: Path, auto: str, inputs: list[dict[str, Tensor]]) -> list[Tensor]:
-    """Load a folder in a fresh process and run it there, ignoring its `exact_below`.
-
-    Args:
-        folder: Folder of the checkpoint.
-        auto: The auto class of transformers that loads it.
-        inputs: Inputs of each call; the first calls the model, the others its base model, without a cache.
-
-    Returns:
-        The first output of each call.
-
-    Raises:
-        ReloadError: if loading or running fails.
+    Outputs are rounded to the model's dtype, so they are at least as accurate. For runs that have to be bit-equal, in the
+    model's own dtype; elsewhere the model computes as its users will see it.
     """
-    with _lock:
-        reloader = _usable()
-        try:
-            return reloader.first_outputs(folder, auto, inputs)
-        finally:
-            if not _FORKS:
-                reloader.close()
+    if model.device.type != "cpu" or model.dtype not in _HALVES:
+        return nullcontext()
+    kind = "bf16" if model.dtype == torch.bfloat16 else "fp16"
+    return nullcontext() if getattr(torch.ops.mkldnn, f"_is_mkldnn_{kind}_supported")() else _Widened()
 
 
-def _usable() -> Reloader:
-    global _current
-    if _current is None or not _current.usable:
-        _current = Reloader()
-    return _current
+class _Widened(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.linear or args[0].dtype == torch.float32:
+            return func(*args, **kwargs)
+        wide = [None if x is None else x.float() for x in args]
+        return func(*wide, **{name: None if x is None else x.float() for name, x in kwargs.items()}).to(args[0].dtype)
 
 
-# Source text, so that it does not depend on imports of this process.
-_SERVER = """
-import inspect, json, os, runpy, shutil, sys, traceback
-class Absent:
-    def find_spec(self, name, path=None, target=None):
+def in_float32(model: Any) -> AbstractContextManager[object]:
+    """Compute a model of 16 bits as if it had been loaded in float32, one weight at a time; a model of 32 bits is left alone.
+
+    Rounding to 16 bits after every operation would hide small mistakes, so whatever compares outputs runs in here. No second
+    copy of the weights is made.
+    """
+    halved = any(tensor.dtype in _HALVES for tensor in (*model.parameters(), *model.buffers()))
+    return _InFloat32() if halved else nullcontext()
+
+
+class _InFloat32(TorchFunctionMode):
+    """Every operation gets and gives float32 in place of 16 bits, and dtypes are told accordingly."""
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return tree_map(_wide, func(*tree_map(_wide, args), **tree_map(_wide, kwargs or {})))
+
+
+def _wide(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype in _HALVES else value
+    return torch.float32 if isinstance(value, torch.dtype) and value in _HALVES else value
+
+
+class _Absent:
+    """A finder of modules that refuses approx, its kernels and Triton."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         if name.split(".")[0] in ("approx", "approx_kernels", "triton"):
             raise ModuleNotFoundError(f"{name} is blocked in this check", name=name)
-sys.meta_path.insert(0, Absent())
-asked, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
-# transformers may prompt for trusting code, or print; neither must read from or write to the pipes.
-os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-os.dup2(2, 1)
-import torch, transformers
-from safetensors.torch import load_file, save_file
-# The modules of all families import mostly the same; importing one family now saves time later.
-from transformers import BertModel
 
-def reload(folder, auto, scratch, calls, threads, cache, alike):
+
+def _reload(folder: str, auto: str, scratch: str, calls: int, threads: int, cache: str) -> None:
+    """Load a folder and write the first output of each call; see `Reloader.first_outputs`."""
+    import transformers
+    from safetensors.torch import load_file, save_file
+
     torch.set_num_threads(threads)
     os.environ["APPROX_CACHE"] = cache
     model = getattr(transformers, auto).from_pretrained(folder, trust_remote_code=True).eval()
@@ -152,28 +87,43 @@ def reload(folder, auto, scratch, calls, threads, cache, alike):
         if hasattr(module, "exact_below"):
             module.exact_below = 0
     outputs = {}
-    with runpy.run_path(alike)["widened"](model), torch.inference_mode():
+    with widened(model), torch.inference_mode():
         for number in range(calls):
-            part, inputs = model.base_model if number else model, load_file(f"{scratch}/{number}.safetensors")
+            part = model.base_model if number else model
+            inputs: dict[str, Any] = {**load_file(f"{scratch}/{number}.safetensors")}
             if number and "use_cache" in inspect.signature(part.forward).parameters:
                 inputs["use_cache"] = False
             outputs[str(number)] = part(**inputs)[0].contiguous()
     save_file(outputs, f"{scratch}/outputs.safetensors")
 
-def status(**wanted):
+
+def _status(line: str) -> int:
     try:
-        reload(**wanted)
+        _reload(**json.loads(line))
     except BaseException:
         traceback.print_exc()
         return 1
     return 0
 
-for line in asked:
-    os.truncate("said", 0)
-    shutil.rmtree("modules", ignore_errors=True)
-    child = os.fork() if "forks" in sys.argv else None
-    if child == 0:
-        os._exit(status(**json.loads(line)))
-    answers.write(f"{os.waitpid(child, 0)[1] if child else status(**json.loads(line))}\\n")
-    answers.flush()
-"""
+
+def _serve(forks: bool) -> None:
+    """Answer each line of the input, the arguments of `_reload`, by a status: 0 if it worked."""
+    sys.meta_path.insert(0, _Absent())
+    asked, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    # transformers may prompt for trusting code, or print; neither must read from or write to the pipes.
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    # The modules of all families import mostly the same; importing one family now saves time later.
+    from transformers import BertModel  # noqa: F401
+
+    for line in asked:
+        os.truncate("said", 0)
+        shutil.rmtree("modules", ignore_errors=True)
+        child = os.fork() if forks else None
+        if child == 0:
+            os._exit(_status(line))
+        print(os.waitpid(child, 0)[1] if child else _status(line), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    _serve("forks" in sys.argv)

@@ -16,12 +16,12 @@ from torch.export import Dim, ExportedProgram
 from approx.checkpoints import checkpoint, families, foreign
 from approx.checkpoints.atomic_folder import atomic_folder, refuse_existing, refuse_overlap, refuse_unwritable
 from approx.conversion.calibration import evaluating, mechanisms
-from approx.conversion.companions import copy_companions, forget_code
-from approx.conversion.layerwise import difference
+from approx.conversion.convert import copy_companions, forget_code
+from approx.conversion.verify import difference
 from approx.errors import ApproxError, Exit
 from approx.mechanisms import MECHANISMS
 from approx.planning import positions
-from approx.planning.example_inputs import example_inputs
+from approx.planning.positions import example_inputs
 from approx.version import __version__
 
 FILES = {"torch-export": "model.pt2", "onnx": "model.onnx"}

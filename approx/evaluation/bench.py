@@ -15,13 +15,11 @@ import numpy as np
 import torch
 
 from approx.errors import ApproxError, Exit
-from approx.evaluation.baseline import BACK_ENDS, DEFAULT, best_exact
-from approx.evaluation.interleave import OK, Runner, race
-from approx.evaluation.memory import memory_limit
+from approx.evaluation.evaluate import BACK_ENDS, DEFAULT, best_exact
 from approx.evaluation.options import BenchStage
-from approx.evaluation.record_speed import BUSY, ENOUGH, Crossover, Ratio, Relative, Speed, SpeedVariant, Spread, Timing
+from approx.evaluation.record import BUSY, ENOUGH, Crossover, Ratio, Relative, Speed, SpeedVariant, Spread, Timing
 from approx.evaluation.statistics import ratio_interval
-from approx.evaluation.timing import Neighbours, wait_idle
+from approx.evaluation.timing import OK, Neighbours, Runner, memory_limit, race, wait_idle
 
 
 @dataclass(frozen=True)

@@ -5,29 +5,251 @@ Nothing here depends on how a model was converted, so any models can be compared
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import atexit
+import hashlib
+import json
+import logging
+import os
+import statistics
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count as numbers
 from pathlib import Path
 from statistics import median_low
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from approx.errors import ApproxError, Exit
-from approx.evaluation import distributed
-from approx.evaluation.coverage import coverage
-from approx.evaluation.inputs import Prepared, Subject, prepare
-from approx.evaluation.memory import is_out_of_memory
+from approx.evaluation.inputs import Prepared, Subject, coverage, prepare
 from approx.evaluation.options import EvaluateOptions
-from approx.evaluation.prediction_cache import Ledger, fingerprint
 from approx.evaluation.quality import compare, label_order, over_seeds
-from approx.evaluation.record import write_outputs
-from approx.evaluation.record_model import Quality, Rows, Tokens
+from approx.evaluation.record import Quality, Rows, Tokens, write_outputs
+from approx.evaluation.timing import OK, Runner, is_out_of_memory, repeats_for, timed
 from approx.tasks.metrics import METRICS
 from approx.tasks.task import Encoding, Task
+from approx_kernels.runtime.cache_folder import cache_folder
 
 __all__ = ["Progress", "Subject", "evaluate", "predict", "prepare"]
+
+T = TypeVar("T")
+
+
+def place() -> tuple[int, int]:
+    """Rank of this process and number of processes; sets up communication on the first call.
+
+    Raises:
+        ApproxError: if there are several processes and accelerate is not installed.
+    """
+    state = _state()
+    return (0, 1) if state is None else (state.process_index, state.num_processes)
+
+
+def leads() -> bool:
+    """Whether this process writes files and prints."""
+    return place()[0] == 0
+
+
+def agree(value: T) -> T:
+    """Return the first process's value in every process."""
+    if _state() is None:
+        return value
+    from accelerate.utils import broadcast_object_list
+
+    return broadcast_object_list([value])[0]
+
+
+def gather(value: T) -> list[T]:
+    """Return the values of all processes in every process."""
+    if _state() is None:
+        return [value]
+    from accelerate.utils import gather_object
+
+    return gather_object([value])
+
+
+def _state() -> Any:
+    """Accelerate's state, shared with a Trainer in this process; None for a single process."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return None
+    try:
+        from accelerate import PartialState
+    except ImportError as error:
+        raise ApproxError(
+            f"{os.environ['WORLD_SIZE']} processes need the package accelerate, which is not installed ({error}). Install it "
+            "(pip install 'approx-attention[train]'), or start one process.",
+            Exit.MISSING,
+        ) from None
+    if not torch.distributed.is_initialized():
+        atexit.register(lambda: PartialState().destroy_process_group())
+    # NCCL, accelerate's choice on GPUs, does not allow two processes on one GPU.
+    return PartialState(cpu=torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+_LOG = logging.getLogger(__name__)
+
+
+def default_folder() -> Path:
+    """Folder of stored outputs, in $APPROX_CACHE or `approx` in the user's cache folder."""
+    return cache_folder() / "outputs"
+
+
+def fingerprint(*parts: Any) -> str:
+    """Hash plain data; arrays count by their bytes, other values that JSON lacks by their repr."""
+    text = json.dumps(parts, sort_keys=True, default=_text)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+class Ledger:
+    """The finished batches of one model on one split, one per line with a checksum; a damaged line is an unfinished batch.
+
+    The key hashes everything the outputs depend on, so changed weights, settings, data or code use another ledger.
+
+    Args:
+        folder: Folder of all ledgers.
+        key: Hash of everything the outputs depend on.
+        writer: Rank of this process; processes that share the ledger append to separate files.
+    """
+
+    def __init__(self, folder: Path, key: str, writer: int = 0) -> None:
+        self._folder, self._key, self._writer = folder / key[:2], key, writer
+        self._warned = False
+
+    def read(self) -> dict[int, list[Any]]:
+        """Number of a batch -> the predictions of its rows; what cannot be read, or was removed meanwhile, is computed again."""
+        batches: dict[int, list[Any]] = {}
+        for path in sorted(self._folder.glob(f"{self._key}.*.jsonl")):
+            try:
+                text = path.read_text(encoding="utf-8", errors="replace")
+            except OSError:
+                continue
+            for line in text.splitlines():
+                match _parsed(line):
+                    case [int(batch), list(predictions), int(checksum)] if checksum == _checksum(batch, predictions):
+                        batches[batch] = predictions
+        return batches
+
+    def write(self, batch: int, predictions: list[Any]) -> list[Any]:
+        """Store the predictions of a batch and return them as `read` does; where they cannot be stored, say so once."""
+        line = json.dumps([batch, predictions, _checksum(batch, predictions)], allow_nan=False)
+        path = self._folder / f"{self._key}.{self._writer}.jsonl"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with path.open("a+b") as file:
+                # An interrupted write may have left a torn line.
+                file.seek(0, os.SEEK_END)
+                if file.tell():
+                    file.seek(-1, os.SEEK_END)
+                    torn = file.read(1) != b"\n"
+                    file.write(b"\n" if torn else b"")
+                file.write(line.encode() + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            if not self._warned:
+                _LOG.warning(
+                    "Outputs cannot be stored in %s: %s. The evaluation goes on, but starts over if it is interrupted. To store "
+                    "them, set $APPROX_CACHE to a writable folder.",
+                    self._folder.parent,
+                    error.strerror,
+                )
+            self._warned = True
+        return json.loads(line)[1]
+
+
+def _checksum(batch: int, predictions: list[Any]) -> int:
+    return zlib.crc32(json.dumps([batch, predictions]).encode())
+
+
+def _parsed(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _text(value: Any) -> str:
+    return value.tobytes().hex() if hasattr(value, "tobytes") else repr(value)
+
+
+BACK_ENDS = {
+    "cpu": {"math": SDPBackend.MATH},
+    "cuda": {
+        "flash": SDPBackend.FLASH_ATTENTION,
+        "efficient": SDPBackend.EFFICIENT_ATTENTION,
+        "cudnn": SDPBackend.CUDNN_ATTENTION,
+        "math": SDPBackend.MATH,
+    },
+}
+DEFAULT = "default SDPA"
+# Speed-up that a back end needs to replace the default: noise must not choose the baseline.
+GAIN = 1.02
+# Candidates this much slower than the best at their second call are not timed further.
+HOPELESS = 1.5
+REPETITIONS = 5
+
+
+def best_exact(
+    call: Callable[[], object],
+    device: torch.device,
+    others: Mapping[str, Callable[[], object]] | None = None,
+    begin: Callable[[], object] | None = None,
+) -> tuple[str, Callable[[], object]]:
+    """Choose the fastest exact attention that fits in memory.
+
+    Args:
+        call: Runs one forward pass of the exact model with SDPA.
+        device: The device.
+        others: Name -> call with another exact implementation; they compete with SDPA's back ends.
+        begin: Prepares one call of any of them, untimed; None if calls need no preparation.
+
+    Returns:
+        The name of the baseline, such as "default SDPA" or "cudnn SDPA", and the call that uses it. If nothing runs,
+        the default.
+    """
+    calls = {DEFAULT: call, **(others or {})} | {
+        f"{name} SDPA": _through(back_end, call) for name, back_end in BACK_ENDS[device.type].items()
+    }
+    milliseconds: dict[str, float] = {}
+    for name, candidate in calls.items():
+        runner = Runner(candidate, begin)
+        try:
+            # The first call also compiles and allocates.
+            runner.attempt(lambda runner=runner: runner.prepared()())
+            sample = runner.attempt(lambda runner=runner: timed(runner.prepared(), 1, device))
+        except RuntimeError as error:
+            if name == DEFAULT or "kernel" not in str(error).lower():
+                raise
+            continue
+        if runner.status == OK and sample:
+            milliseconds[name] = sample.ms
+    if not milliseconds:
+        return DEFAULT, call
+
+    quickest = min(milliseconds.values())
+    near = [name for name, ms in milliseconds.items() if ms < HOPELESS * quickest]
+    if len(near) > 1:
+        samples: dict[str, list[float]] = {name: [] for name in near}
+        for _ in range(REPETITIONS):
+            for name in near:
+                repeats = 1 if begin else repeats_for(milliseconds[name])
+                samples[name].append(timed(Runner(calls[name], begin).prepared(), repeats, device).ms)
+        milliseconds = {name: statistics.median(ms) for name, ms in samples.items()}
+    best = min(near, key=lambda name: milliseconds[name])
+    if DEFAULT in near and milliseconds[DEFAULT] < GAIN * milliseconds[best]:
+        best = DEFAULT
+    return best, calls[best]
+
+
+def _through(back_end: SDPBackend, call: Callable[[], object]) -> Callable[[], object]:
+    def run() -> object:
+        with sdpa_kernel(back_end):
+            return call()
+
+    return run
+
 
 Progress = Callable[[int, int], None]
 """Called with the number of inputs done and their total number, over all models."""
@@ -96,7 +318,7 @@ def evaluate(
     predictions = {subject.name: predicted(subject) for subject in models}
     labels = [example.label for example in examples]
     covered = {subject.name: one for subject in models if (one := coverage(subject, task, prepared)) is not None}
-    if outputs is not None and distributed.leads():
+    if outputs is not None and leads():
         columns = {"id": [example.id for example in examples], "label": labels, "tokens": prepared.lengths}
         columns |= {f"prediction/{name}": values for name, values in predictions.items()}
         columns |= {f"approximated/{name}": one.examples for name, one in covered.items()}
@@ -159,12 +381,12 @@ def predict(
     Raises:
         ApproxError: if outputs are not finite, or memory runs out.
     """
-    rank, world = distributed.place()
+    rank, world = place()
     ledger = None
     if kept is not None and subject.identity is not None:
         about = (task.name, vars(task), prepared.encodings, prepared.batches, str(torch.device(device).type))
         ledger = Ledger(kept, fingerprint(subject.identity, *about), rank)
-    parts_by_batch = distributed.agree(ledger.read() if ledger else {})
+    parts_by_batch = agree(ledger.read() if ledger else {})
     waiting = [number for number in range(len(prepared.batches)) if number not in parts_by_batch]
     done = sum(len(prepared.batches[number]) for number in parts_by_batch)
     model, was_training = subject.model.to(device), subject.model.training
@@ -180,7 +402,7 @@ def predict(
                 advance(min(done, len(prepared.encodings)))
     finally:
         model.train(was_training)
-    for shared in distributed.gather({number: parts_by_batch[number] for number in waiting[rank::world]}):
+    for shared in gather({number: parts_by_batch[number] for number in waiting[rank::world]}):
         parts_by_batch |= shared
     if advance:
         advance(len(prepared.encodings))

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
-from approx.evaluation.coverage import Coverage
-from approx.evaluation.record_model import BaseQuality, Quality, QualityVariant, Record, Seeds, Slice
+from approx.evaluation.inputs import Coverage
+from approx.evaluation.record import BaseQuality, Quality, QualityVariant, Record, Seeds, Slice
 from approx.evaluation.statistics import (
     Comparison,
     Interval,
@@ -35,7 +35,7 @@ from approx.tasks.token_classification import TokenClassification
 
 @dataclass(frozen=True)
 class Compared:
-    """The part of a quality entry that follows from predictions; see `approx.evaluation.record_model.Quality`."""
+    """The part of a quality entry that follows from predictions; see `approx.evaluation.record.Quality`."""
 
     metric: str
     fraction: bool

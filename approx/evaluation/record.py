@@ -1,6 +1,6 @@
 """The record: one JSON file that holds a whole run, and the only input of a report.
 
-`approx.evaluation.record_model` describes it; it is validated on reading and on writing.
+`approx.evaluation.record` describes it; it is validated on reading and on writing.
 """
 
 from __future__ import annotations
@@ -14,12 +14,629 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from approx.errors import ApproxError, Exit
-from approx.evaluation.record_model import Quality, Record
-from approx.validation import validate
+from approx.validation import Written, validate
 from approx_kernels.runtime.atomic_file import atomic_file
+
+Interval = Annotated[list[float], Field(min_length=2, max_length=2)]
+
+BUSY = "not settled: the machine was busy"
+# Undisturbed repetitions that a verdict needs; half of them where there are fewer.
+ENOUGH = 5
+# An interval whose upper end is more than this many times its lower end settles nothing.
+WIDEST = 1.5
+# Smaller gains are not worth giving up exactness.
+WORTHWHILE = 1.03
+
+
+class Timing(Written):
+    """Times of one model.
+
+    Attributes:
+        median_ms: Median; of the decoding of all new tokens in the mode `generate`.
+        p10_ms: First decile.
+        p90_ms: Last decile.
+        first_ms: Time of the first call.
+        peak_mb: Peak memory.
+        cache_mb: Memory of the cache after the last token, in the mode `generate`.
+        tokens_per_second: Tokens decoded in a second, over the batch, in the mode `generate`.
+        chosen: Op -> the implementation it used, such as `cpu` or `triton`; `reference` and `tiles` are plain PyTorch.
+        samples: Number of repetitions used.
+        rejected: Number of disturbed repetitions.
+        status: `ok` or `out of memory`.
+    """
+
+    median_ms: float | None
+    p10_ms: float | None = None
+    p90_ms: float | None = None
+    first_ms: float | None = None
+    peak_mb: float | None
+    cache_mb: float | None = None
+    tokens_per_second: float | None = None
+    chosen: dict[str, str] | None = None
+    samples: int = 0
+    rejected: int = 0
+    status: str
+
+    @property
+    def enough(self) -> bool:
+        """Whether enough repetitions were undisturbed; older records, without their number, are believed."""
+        counted = "samples" in self.model_fields_set
+        return not counted or self.samples >= min(ENOUGH, (self.samples + self.rejected) / 2)
+
+
+class Ratio(Written):
+    """The speed of one model relative to that of the base.
+
+    Attributes:
+        ratio: Base time / its time.
+        interval: Interval of the ratio.
+    """
+
+    ratio: float | None
+    interval: Interval | None
+
+    @property
+    def wide(self) -> bool:
+        """Whether the interval is too wide to settle anything."""
+        return self.interval is not None and self.interval[1] > WIDEST * self.interval[0]
+
+
+class Relative(Ratio, Timing):
+    """Times of one model, and its speed relative to the base."""
+
+
+class Named(Written):
+    """What has a name.
+
+    Attributes:
+        name: Name of the variant.
+    """
+
+    name: str
+
+
+class SpeedVariant(Relative, Named):
+    """One variant at one size.
+
+    Attributes:
+        share_of_ceiling: Its ratio divided by the ceiling's.
+        verdict: As of `Speed.verdict`; null without a ratio.
+    """
+
+    share_of_ceiling: float | None = None
+    verdict: str | None = None
+
+
+class Spread(Ratio):
+    """The base against itself.
+
+    Attributes:
+        ratio: First turns / second turns, near 1.
+    """
+
+
+class Speed(Written):
+    """One length and batch size.
+
+    Attributes:
+        device: `cpu` or `cuda`.
+        dtype: Dtype that the models compute in.
+        threads: Threads of torch.
+        batch: Sequences per call.
+        length: Tokens per sequence; of the prompt in the mode `generate`.
+        mode: What is timed: `forward`, or `generate` for greedy decoding after the prompt.
+        new_tokens: Tokens decoded after the prompt; null in the mode `forward`.
+        inputs: `real` or `synthetic`.
+        baseline: The exact attention of the base, the fastest on this machine.
+        crowded: Whether other programs used the cores throughout.
+        base: Times of the base.
+        default: Times of PyTorch's default SDPA; null if that is the base.
+        ceiling: Times of the model without attention.
+        spread: The base against itself.
+        variants: Times of the variants, in order.
+        fast_products: Whether all models ran within `approx.fast_products()`.
+        seconds: Seconds of sound in a sequence; null if it is not of sound.
+    """
+
+    device: str
+    dtype: str
+    threads: int
+    batch: int
+    length: int
+    mode: str
+    new_tokens: int | None = None
+    inputs: Literal["real", "synthetic"]
+    baseline: str
+    crowded: bool = False
+    base: Timing
+    default: Relative | None = None
+    ceiling: Relative | None = None
+    spread: Spread | None = None
+    variants: list[SpeedVariant]
+    fast_products: bool = False
+    seconds: float | None = None
+
+    def settled(self, entry: Relative) -> bool:
+        """Whether the machine was quiet enough for the ratio of one model to mean anything.
+
+        Both need enough undisturbed repetitions and narrow intervals, the base against itself too. A ceiling must be
+        possible as well: removing attention does not slow a model down, and no variant is faster.
+        """
+        quiet = self.base.enough and entry.enough and not entry.wide and not (self.spread and self.spread.wide)
+        if entry is not self.ceiling or entry.interval is None or not quiet:
+            return quiet
+        faster = (one.interval[0] for one in self.variants if one.interval and self.settled(one))
+        return entry.interval[1] >= max([1.0, *faster])
+
+    def believed(self, entry: Relative) -> Ratio:
+        """The ratio of one model and its interval; null if they are not settled."""
+        settled = self.settled(entry)
+        return Ratio(ratio=entry.ratio if settled else None, interval=entry.interval if settled else None)
+
+    def share(self, entry: Relative) -> float | None:
+        """The ratio of one model as a share of the ceiling; None if either is not settled, or without attention no gain is left."""
+        if self.ceiling is None:
+            return None
+        own, most = self.believed(entry), self.believed(self.ceiling)
+        if own.ratio is None or most.ratio is None or most.interval is None or most.interval[0] <= 1:
+            return None
+        return own.ratio / most.ratio
+
+    def verdict(self, entry: Relative) -> str | None:
+        """What the interval of a ratio says; None without a ratio.
+
+        Returns:
+            `faster`: above 1, with a gain of at least 3 % that exceeds the difference of the base from itself.
+            `slight gain`: above 1, but a smaller gain. `no clear gain`: the interval includes 1. `slower`: below 1.
+            `not settled: the machine was busy`: see `settled`.
+        """
+        if entry.ratio is None or entry.interval is None:
+            return None
+        if not self.settled(entry):
+            return BUSY
+        low, high = entry.interval
+        if low <= 1:
+            return "slower" if high < 1 else "no clear gain"
+        ends = self.spread.interval if self.spread and self.spread.interval else [1.0, 1.0]
+        noise = max(ends[1], 1 / ends[0])
+        return "faster" if entry.ratio >= WORTHWHILE and entry.ratio > noise else "slight gain"
+
+
+class Crossover(Written):
+    """The length from which a variant is faster.
+
+    Attributes:
+        name: Name of the variant.
+        batch: Sequences per call.
+        dtype: Dtype that the models compute in.
+        device: `cpu` or `cuda`.
+        mode: What is timed: `forward` or `generate`.
+        length: First length from which on the ratio interval is above 1; null if there is none.
+    """
+
+    name: str
+    batch: int
+    dtype: str
+    device: str
+    mode: str = "forward"
+    length: int | None
+
+
+Count = Annotated[int, Field(ge=0)]
+
+
+class Point(Written):
+    """A point of a training curve.
+
+    Attributes:
+        step: Number of steps done.
+        loss: Mean loss since the previous point; null at points that have only a validation.
+        learning_rate: Highest learning rate of all parameters.
+        validation: Value of the measure on the held-out examples.
+    """
+
+    step: Count
+    loss: float | None = None
+    learning_rate: float | None = None
+    validation: float | None = None
+
+
+class TrainingPhase(Written):
+    """One mode of a training.
+
+    Attributes:
+        mode: Name of the mode.
+        steps: Number of steps.
+        best_step: Step whose weights were kept.
+        parameters: Number of trained parameters.
+        tokens: Number of training tokens.
+        seconds: Duration.
+        measure: Measure that chose the best step: a metric, or `loss`.
+        curve: Points in the order of the steps.
+        ended: Reason for the end: `steps`, `time`, `patience` or `budget`.
+    """
+
+    mode: str
+    steps: Count
+    best_step: Count
+    parameters: Count
+    tokens: Count
+    seconds: float
+    measure: str
+    curve: list[Point]
+    ended: str
+
+
+class Trained(Written):
+    """The training of a variant, or of the base.
+
+    Attributes:
+        name: Name of the variant.
+        recover: Names of the modes, in order.
+        phases: Outcome of each mode; empty if the budget was met before training.
+        measure: Measure of the held-out examples.
+        exact: Its value with exact attention before training.
+        before: Its value before training.
+        after: Its value after training.
+        held_out: Number of held-out examples, which chose the best step.
+        examples: Number of training examples.
+        data_sha256: Hash of all these examples.
+        approximated: Share of the training inputs on which the variant approximates; null for the base.
+    """
+
+    name: str
+    recover: list[str]
+    phases: list[TrainingPhase]
+    measure: str
+    exact: float | None
+    before: float | None
+    after: float | None
+    held_out: Count
+    examples: Count
+    data_sha256: str
+    approximated: float | None = None
+
+
+class _Measured(BaseModel):
+    errors: dict[int, float] | None = None
+    captured_mass: dict[int, float] | None = None
+    measured_on: str | None = None
+
+
+def _readable(receipt: dict[str, Any]) -> dict[str, Any]:
+    try:
+        _Measured.model_validate(receipt)
+    except ValidationError:
+        raise ValueError("a receipt whose errors and captured_mass are one number for each layer") from None
+    return receipt
+
+
+Receipt = Annotated[dict[str, Any], AfterValidator(_readable)]
+
+
+AT_CHANCE = "the base is at chance"
+"""The verdict where the base cannot be told from guessing, so that no loss could show."""
+
+Scores = dict[str, float]
+
+
+class RecipeText(Written):
+    """The recipe of the run.
+
+    Attributes:
+        text: The text of the file.
+        sha256: Hash of the text.
+    """
+
+    text: str
+    sha256: str
+
+
+class Checkpoint(Written):
+    """The base checkpoint.
+
+    Attributes:
+        name: Its name, as given.
+        revision: Commit on the hub.
+        weights_sha256: Hash of its weights.
+        family: Model type in config.json.
+        parameters: Number of parameters.
+        layers: Number of layers with self-attention.
+        positions: Maximum number of positions; null if unlimited.
+    """
+
+    name: str
+    revision: str | None
+    weights_sha256: str | None
+    family: str
+    parameters: Count
+    layers: Count
+    positions: int | None
+
+
+class Layer(Written):
+    """A converted layer, or a group of its heads.
+
+    Attributes:
+        layer: Number of the layer.
+        heads: Numbers and ranges of the heads; `all` if the layer is not split.
+        mechanism: Name of the mechanism.
+        settings: Settings of the mechanism.
+        spans: Learned span of each head, in tokens; only of mechanisms with spans.
+        operations: Floating-point operations with these spans on an input as long as the model's positions, as a share of
+            those of exact attention.
+    """
+
+    layer: int
+    heads: str = "all"
+    mechanism: str
+    settings: dict[str, Any]
+    spans: list[float] | None = None
+    operations: float | None = None
+
+
+class Variant(Written):
+    """A model compared with the base.
+
+    Attributes:
+        name: Its name in all tables.
+        layers: The converted layers.
+        verified: Whether its conversion passed its checks.
+        receipt: Receipt of the conversion (see `approx.checkpoints.history`), or null.
+        weights_sha256: Hash of its weights; older records lack it.
+    """
+
+    name: str
+    layers: list[Layer]
+    verified: bool
+    receipt: Receipt | None
+    weights_sha256: str | None = None
+
+
+class BaseQuality(Written):
+    """The scores of the base.
+
+    Attributes:
+        scores: Metric -> score.
+        interval: Interval of the metric; null for a single example or group.
+        at_chance: Whether the interval of the score reaches the chance level.
+    """
+
+    scores: Scores
+    interval: Interval | None
+    at_chance: bool = False
+
+
+class Approximated(Written):
+    """The share of the inputs on which attention is approximated.
+
+    Attributes:
+        examples: Number of examples with attention approximated in any of their windows.
+        tokens: Share of all real tokens in such windows.
+        pairs: Share of the pairs of tokens whose weight is not exact, in the heads that were converted, averaged over the
+            inputs; older records lack it.
+    """
+
+    examples: Count
+    tokens: float
+    pairs: float | None = None
+
+
+class Seeds(Written):
+    """Scores over random seeds of the mechanisms; all empty or null if nothing is random.
+
+    Attributes:
+        seeds: Offsets added to the seed of each layer, 0 first.
+        scores: Score of each seed.
+        mean: Mean score.
+        sd: Standard deviation of the scores.
+        low: Lowest score.
+        high: Highest score.
+    """
+
+    seeds: list[int]
+    scores: list[float]
+    mean: float | None
+    sd: float | None
+    low: float | None
+    high: float | None
+
+
+class Slice(Written):
+    """Examples in a range of lengths.
+
+    Attributes:
+        from_: Lower end, inclusive.
+        to: Upper end, exclusive; null if open.
+        examples: Number of examples.
+        base: Score of the base, by the metric of slices.
+        converted: Score of the variant.
+    """
+
+    from_: int | None = Field(alias="from")
+    to: int | None
+    examples: Count
+    base: float | None
+    converted: float | None
+
+    @classmethod
+    def of(cls, start: int | None, to: int | None, **more: Any) -> Slice:
+        """Make a slice; `from` is a word of Python, so no keyword can have its name."""
+        return cls(**{"from": start, "to": to, **more})
+
+
+class QualityVariant(Written):
+    """One variant on one task.
+
+    Attributes:
+        name: Name of the variant.
+        scores: Metric -> score.
+        difference: Converted minus base.
+        interval: Interval of the difference.
+        confidence: Confidence of the interval, such as 0.95.
+        test: Name of the statistical test.
+        p_value: p-value under the hypothesis of no change.
+        margin: Acceptable loss.
+        verdict: See `approx.evaluation.statistics.verdict`.
+        needed_examples: Number of examples that would settle an inconclusive verdict.
+        approximated: Inputs with attention approximated; null for a model that is not converted.
+        slices: Scores by length.
+        seeds: Scores over seeds; null if only one was scored.
+        at_chance: Whether the interval of its own score reaches the chance level.
+        p_adjusted: p_value, Holm-adjusted over the tasks of the variant, or of its plan in a report of several records;
+            null for a single task.
+        rare: How far the interval reaches for losses so rare that no example shows them, in the units of the score; null
+            without an interval; older records lack it.
+    """
+
+    name: str
+    scores: Scores
+    difference: float
+    interval: Interval | None
+    confidence: float | None = None
+    test: str | None = None
+    p_value: float | None = None
+    margin: float | None = None
+    verdict: str
+    needed_examples: int | None = None
+    approximated: Approximated | None = None
+    slices: list[Slice] = Field(default_factory=list)
+    seeds: Seeds | None = None
+    at_chance: bool = False
+    p_adjusted: float | None = None
+    rare: float | None = None
+
+
+class Tokens(Written):
+    """Lengths of the inputs: what a model read at once, the longest of each example.
+
+    Attributes:
+        median: Lower median.
+        longest: Maximum.
+        windows: Most inputs that an example was read in. Older records lack it; there, the lengths of all windows of an
+            example are added, and their overlaps are counted twice.
+    """
+
+    median: Count
+    longest: Count
+    windows: Count | None = None
+
+
+class Rows(Written):
+    """What was read of the data.
+
+    Attributes:
+        read: Rows that hold an example.
+        skipped: Why rows hold none -> their number.
+    """
+
+    read: Count
+    skipped: dict[str, Count] = Field(default_factory=dict)
+
+
+class Quality(Written):
+    """One task.
+
+    Attributes:
+        task: Name of the task.
+        split: Name of the split.
+        examples: Number of examples.
+        subset: Whether examples were left out.
+        truncated: Number of truncated examples.
+        settings: Settings of the task, as they were chosen; older records lack them.
+        notes: What was left out or changed when the examples were read, and how the labels of the model are taken.
+        rows: Rows read and skipped; null if examples are not read from rows, and in older records.
+        tokens: Lengths of the inputs.
+        metric: Metric of differences and verdicts.
+        fraction: Whether the score is a fraction, shown in percent and points.
+        lower_is_better: Whether lower scores are better.
+        sliced_by: Unit of the bounds of slices.
+        slice_metric: Metric of the slices.
+        chance: Score of the best answer that ignores its input; null if it is not known.
+        groups: Number of speakers or documents that are resampled as a whole; null if examples are independent. Fewer than 5
+            give no interval.
+        grouped_by: What the examples of a group share, such as `article`; null if examples are independent.
+        stake: What the intervals assume of an example that is wholly lost: the loss of the score for each unit of the share of
+            such examples; older records lack it.
+        base: Scores of the base.
+        variants: Scores of the variants, in order.
+        outputs: Name of the parquet file of per-example outputs, beside the record.
+        fast_products: Whether all models ran within `approx.fast_products()`.
+    """
+
+    task: str
+    split: str
+    examples: Count
+    subset: bool
+    truncated: Count
+    settings: dict[str, Any] = Field(default_factory=dict)
+    notes: list[str] = Field(default_factory=list)
+    rows: Rows | None = None
+    tokens: Tokens | None = None
+    metric: str
+    fraction: bool = True
+    lower_is_better: bool = False
+    sliced_by: str | None = None
+    slice_metric: str | None = None
+    chance: float | None = None
+    groups: int | None = None
+    grouped_by: str | None = None
+    stake: float | None = None
+    base: BaseQuality
+    variants: list[QualityVariant]
+    outputs: str | None
+    fast_products: bool = False
+
+    @property
+    def details(self) -> str:
+        """What tells evaluations of one split apart, in words: the settings of the task, and the notes."""
+        chosen = (
+            f"{name} {value:,}" if isinstance(value, int) and not isinstance(value, bool) else f"{name} {value}"
+            for name, value in self.settings.items()
+            # Names of columns say nothing about the examples.
+            if name != "columns"
+        )
+        return "; ".join([*chosen, *self.notes])
+
+
+class Record(Written):
+    """A whole run, and the only input of a report.
+
+    Attributes:
+        schema_: 1; readers reject any other.
+        title: Title of the report.
+        notice: A sentence shown above everything else, such as "A demonstration, not a benchmark."
+        command: The command as typed.
+        seed: Seed of all random choices.
+        recipe: The recipe of the run.
+        checkpoint: The base.
+        variants: Models compared with the base.
+        quality: Scores of each task.
+        speed: Times at each length and batch size.
+        crossover: Lengths from which variants are faster.
+        trainings: Trainings of variants, in order.
+        environment: Machine and versions, from `approx.evaluation.record.environment`.
+    """
+
+    schema_: Literal[1] = Field(alias="schema")
+    title: str
+    notice: str | None
+    command: str
+    seed: int
+    recipe: RecipeText | None
+    checkpoint: Checkpoint
+    variants: list[Variant]
+    quality: list[Quality]
+    speed: list[Speed]
+    crossover: list[Crossover]
+    trainings: list[Trained] = Field(default_factory=list)
+    environment: dict[str, Any]
+
 
 SCHEMA: Final = 1
 # Mistakes of a damaged record that its error lists.

@@ -18,7 +18,7 @@ from scipy.optimize import brentq
 from scipy.stats import binomtest, norm
 from scipy.stats import t as student
 
-from approx.evaluation.record_model import AT_CHANCE
+from approx.evaluation.record import AT_CHANCE
 
 Interval = tuple[float, float]
 

@@ -1,32 +1,379 @@
-"""Train a loaded model mode by mode, and report its score before and after."""
+"""Train a checkpoint or a loaded model mode by mode, from folder to folder, and report its score before and after."""
 
 import json
+import math
+import os
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from approx.checkpoints import families
-from approx.checkpoints.atomic_folder import claim, remove
-from approx.checkpoints.integrity import state_sha256
+from approx.checkpoints import checkpoint, families
+from approx.checkpoints.atomic_folder import (
+    claim,
+    held,
+    refuse_existing,
+    refuse_overlap,
+    refuse_unclaimed,
+    refuse_unwritable,
+    remove,
+)
+from approx.checkpoints.checkpoint import Checkpoint, state_sha256, weight_files
+from approx.checkpoints.foreign import carried
+from approx.checkpoints.history import Check, Receipt, Training, read_receipt, trainings
+from approx.conversion import convert, verify
+from approx.conversion.calibration import calibration_batch, calibration_length, mechanisms
+from approx.conversion.convert import refuse_foreign
 from approx.errors import ApproxError, Exit
-from approx.evaluation import distributed
-from approx.finetuning import parameters
-from approx.finetuning.objectives import exactly
+from approx.evaluation import evaluate
+from approx.evaluation.evaluate import Subject, predict, prepare
+from approx.evaluation.quality import label_order
+from approx.evaluation.timing import available_bytes, peak_mb
+from approx.finetuning import trainer
 from approx.finetuning.options import FinetuneStage, allowed_loss
-from approx.finetuning.phase import Measure, Outcome, Phase, Progress
-from approx.finetuning.preparation import Preparation, measure_of, prepare_training, with_adapters
-from approx.finetuning.trainer import disk_errors, train
+from approx.finetuning.trainer import (
+    Distill,
+    Measure,
+    Objective,
+    Outcome,
+    Phase,
+    Progress,
+    Supervised,
+    Transfer,
+    disk_errors,
+    exactly,
+    teacher_of,
+    train,
+)
 from approx.paths import refuse_leaving
+from approx.seam.manifest import sha256
 from approx.tasks.metrics import METRICS
 from approx.validation import first_mistake
+from approx.version import __version__
 from approx_kernels.runtime.atomic_file import write_whole
+
+# Inputs per step, learning rate, and relative share of a time budget, by mode.
+_DEFAULTS = {
+    "transfer": (16, 1e-2, 1.0),
+    "distill": (32, 1e-4, 3.0),
+    "task": (32, 5e-5, 3.0),
+    "clm": (16, 2e-4, 3.0),
+    "mlm": (16, 1e-4, 3.0),
+}
+# Adapters and mechanisms' parameters tolerate higher rates than full matrices.
+_ADAPTERS_FASTER = _OWN_FASTER = 10.0
+_FEWEST_STEPS, _MOST_STEPS, _VALIDATIONS = 200, 2000, 10
+# With a smaller share of approximated inputs, much of the training is lost.
+_ENOUGH_APPROXIMATED = 0.8
+# At this weight, spans of 1,000 tokens in 100 heads add 0.1 nats to the loss.
+_SPAN_PENALTY = 1e-6
+
+
+@dataclass
+class Preparation:
+    """A prepared training.
+
+    Attributes:
+        data: Training and held-out examples.
+        phases: Modes, without `lora`.
+        adapted: Names of modes that train adapters.
+        measure: Measure of the held-out examples.
+        sample: One input on the model's device, to find out which layers run.
+        approximated: Share of the training inputs on which the mechanisms approximate; None for an exact model.
+        approximates_from: Tokens of the shortest of these inputs; None if there are none.
+    """
+
+    data: trainer.TrainingData
+    phases: list[Phase]
+    adapted: set[str]
+    measure: Measure
+    sample: dict[str, Tensor]
+    approximated: float | None = None
+    approximates_from: int | None = None
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user should know before training."""
+        if self.approximated is None or self.approximated > _ENOUGH_APPROXIMATED:
+            return []
+        note = f"The mechanisms approximate on {100 * self.approximated:.0f} % of the training inputs; the others teach them nothing."
+        if self.approximates_from is None:
+            return [f"{note} Train on longer inputs."]
+        return [f"{note} --min-length {self.approximates_from} leaves those out."]
+
+
+def prepare_training(model: Any, processor: Any, options: FinetuneStage, teacher: Any = None) -> Preparation:
+    """Read the data and prepare each mode; nothing is trained.
+
+    Args:
+        model: A transformers model, converted or not.
+        processor: Its tokenizer or feature extractor.
+        options: Options of the training.
+        teacher: The exact model for `distill`; by default a copy of the model with exact attention.
+
+    Raises:
+        ApproxError: if a mode cannot be used, the data do not fit, or FSDP was asked for.
+    """
+    refuse_sharding()
+    text = options.text is not None
+    causal = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+    modes: list[str] = list(options.recover or trainer.default_modes(model, text=text, causal=causal))
+    trainer.check_modes(modes, model, text=text, projections=options.projections)
+    _refuse_missing("accelerate", "'approx-attention[train]'", "Training")
+    if options.report_to is not None:
+        _refuse_missing(options.report_to, options.report_to, f"Reporting to {options.report_to}")
+    masked = type(model).__name__.endswith("ForMaskedLM")
+    language = next((mode for mode in modes if mode in ("clm", "mlm")), "mlm" if masked else "clm")
+    supervised = {"task", "clm", "mlm"} & set(modes) or ("distill" in modes and options.distill.labels > 0)
+    read = trainer.read_data(options, model, processor, labelled=bool(supervised), language=language)
+    sample = trainer.tensors_to(model.device, read.batch([0], 0), model.dtype)
+    measure = _measure(model, read)
+    phases: list[Phase] = []
+    adapted: set[str] = set()
+    chosen = [mode for mode in modes if mode != "lora"]
+    shares = {mode: _DEFAULTS[mode][2] for mode in chosen}
+    for mode in chosen:
+        if "lora" in modes[: modes.index(mode)]:
+            adapted.add(mode)
+        phases.append(
+            _phase(model, mode, options, read, sample, teacher, shares[mode] / sum(shares.values()), mode in adapted)
+        )
+    return Preparation(read, phases, adapted, measure, sample, *_approximated(model, read))
+
+
+def _approximated(model: Any, read: trainer.TrainingData) -> tuple[float | None, int | None]:
+    """The share of the inputs on which a model approximates, and the tokens of the shortest of them."""
+    if not families.is_converted(model):
+        return None, None
+    positions = [read.task.positions(encoding, model.config) for encoding in read.encodings]
+    known = {length: model.approximates(length, length) for length in set(positions)}
+    rows = [row for row, length in enumerate(positions) if known[length]]
+    return len(rows) / len(positions), min((read.tokens(row) for row in rows), default=None)
+
+
+def with_adapters(model: Any, phase: Phase, prepared: Preparation, options: FinetuneStage) -> Phase:
+    """Add adapters to a model, in place; return the phase that trains them as well."""
+    adapters = trainer.add_adapters(model, options.lora, prepared.sample, options.seed)
+    return replace(phase, trained=[*adapters, *phase.trained])
+
+
+def refuse_sharding() -> None:
+    """Refuse FSDP, which `accelerate launch` asks for in the environment.
+
+    Raises:
+        ApproxError: if FSDP was asked for.
+    """
+    # Between the Trainer's steps, every process validates, compares and saves whole weights. On CPUs accelerate ignores the
+    # variable, so nothing that was asked for would happen there either.
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        count = os.environ.get("LOCAL_WORLD_SIZE", "1")
+        raise ApproxError(
+            "FSDP was asked for (ACCELERATE_USE_FSDP=true), but training needs the whole model in each process; it runs with data "
+            "parallelism, DDP. Start the same command with torchrun instead of accelerate launch: torchrun --nproc-per-node "
+            f"{count} --no-python approx finetune …",
+            Exit.UNSUPPORTED,
+        )
+
+
+def _refuse_missing(package: str, install: str, what: str) -> None:
+    if find_spec(package) is None:
+        raise ApproxError(f"{what} needs the package {package}. Install it: pip install {install}.", Exit.MISSING)
+
+
+def _phase(
+    model: Any, mode: str, options: FinetuneStage, read: trainer.TrainingData, sample: dict[str, Any], teacher: Any,
+    share: float, adapted: bool,
+) -> Phase:  # fmt: skip
+    batch_size, rate, _ = _DEFAULTS[mode]
+    batch_size = options.batch_size or batch_size
+    rate = options.learning_rate or rate * (_ADAPTERS_FASTER if adapted else 1.0)
+    own_rate = rate if mode == "transfer" or options.learning_rate else rate * _OWN_FASTER
+    one_pass = trainer.steps_of_pass(len(read.rows), batch_size)
+    if options.steps is not None:
+        steps = options.steps
+    elif options.epochs is not None:
+        steps = max(1, round(options.epochs * one_pass))
+    else:
+        # Enough steps for small data sets, and a bound for large ones.
+        steps = min(max(one_pass, _FEWEST_STEPS), _MOST_STEPS)
+    objective: Objective
+    if mode == "transfer":
+        projections = _projections(model, sample) if options.projections else []
+        own = trainer.own_parameters(model)
+        objective = Transfer(model, joint=options.joint, match=options.match, projections=projections)
+        trained = [*own, *projections]
+        # Projections are pretrained, so they need a lower rate than new parameters.
+        own_rate, rate = rate, rate / 100
+    else:
+        taught = mode == "distill"
+        objective = Distill(teacher or teacher_of(model), options.distill) if taught else Supervised()
+        trained = trainer.own_parameters(model) if adapted else trainer.chosen_parameters(model, options.train, sample)
+        if adapted and mode == "task" and model.base_model is not model:
+            trained += trainer.head_parameters(model)
+    spans = families.is_converted(model) and any(each.penalty() is not None for each in mechanisms(model))
+    penalty = options.penalty if options.penalty is not None else _SPAN_PENALTY if spans else 0.0
+    if penalty and not families.is_converted(model):
+        raise ApproxError("--penalty weighs the spans of a converted model, and this one is exact. Leave it out.")
+    return Phase(
+        mode=mode, objective=objective, trained=trained, steps=steps, batch_size=batch_size, accumulate=options.accumulate,
+        learning_rate=rate, own_learning_rate=own_rate,
+        seconds=None if options.seconds is None else options.seconds * share,
+        evaluate_every=options.evaluate_every or max(1, math.ceil(steps / _VALIDATIONS)), patience=options.patience,
+        penalty=penalty, recompute=options.recompute, bfloat16=options.bfloat16, report_to=options.report_to,
+        seed=options.seed,
+    )  # fmt: skip
+
+
+def _projections(model: Any, sample: dict[str, Any]) -> list[str]:
+    layers = tuple(f"{layer}." for layer in trainer.attention_layers(model, sample)["before"])
+    return [name for name, _ in model.named_parameters() if name.startswith(layers)]
+
+
+def _measure(model: Any, read: trainer.TrainingData) -> Measure:
+    """The task's first metric on the held-out examples; no value if the model lacks the head."""
+    try:
+        read.task.check(model)
+    except ApproxError:
+        return Measure("loss", True, None)
+    name = read.task.metrics[0]
+    subject = Subject("the model", model, read.processor)
+    prepared = prepare([subject], read.task, read.held_out, batch_size=None, max_length=read.limit, truncate=True)
+    labels = [example.label for example in read.held_out.examples]
+
+    def value() -> float:
+        said = predict(subject, read.task, prepared, device=model.device, halve=True)
+        measure.about_labels = label_order(read.task, said, labels, model.config)
+        return read.task.score(said, labels, [name])[name]
+
+    measure = Measure(name, METRICS[name].lower_is_better, value)
+    return measure
+
+
+def measure_of(phase: Phase, prepared: Preparation, model: Any) -> Measure:
+    """The measure of a mode: the task's metric, or the mode's own loss for `transfer` or without a score."""
+    if prepared.measure.value is not None and phase.mode != "transfer":
+        return prepared.measure
+    return Measure("loss", True, _held_out_loss(phase, prepared.data, model))
+
+
+def _held_out_loss(phase: Phase, read: trainer.TrainingData, model: Any) -> Callable[[], float]:
+    held = replace(read, split=read.held_out, rows=[], encodings=[])
+    for number, example in enumerate(read.held_out.examples):
+        for window, encoding in enumerate(read.task.encode(example, read.processor, read.limit)):
+            if read.task.tokens(encoding):
+                held.rows.append((number, window))
+                held.encodings.append(encoding)
+
+    def value() -> float:
+        training = model.training
+        model.eval()
+        terms, counts = [], []
+        rank, world = evaluate.place()
+        batches = [
+            list(range(start, min(start + phase.batch_size, len(held.rows))))
+            for start in range(0, len(held.rows), phase.batch_size)
+        ]
+        with torch.no_grad():
+            for rows in batches[rank::world]:
+                inputs = trainer.tensors_to(model.device, held.batch(rows, 0), model.dtype)
+                terms.append(float(phase.objective.loss(model, model, inputs)) * len(rows))
+                counts.append(len(rows))
+        model.train(training)
+        both = evaluate.gather((sum(terms), sum(counts)))
+        return sum(part for part, _ in both) / max(sum(count for _, count in both), 1)
+
+    return value
+
+
+# AdamW's two averages, in float32; the trial step measures the gradients.
+_BYTES_OF_TRAINED = 8
+
+
+def estimate(model: Any, phase: Phase, prepared: Preparation, options: FinetuneStage) -> dict[str, Any]:
+    """Estimate time and memory of a mode from trial steps; the model is not changed.
+
+    The first step has one of the longest inputs. A step of a whole batch follows only if it would take at most half of the
+    available memory; otherwise the steps have as many inputs as would, and time and memory grow in proportion.
+
+    Args:
+        model: The model.
+        phase: The mode.
+        prepared: The prepared training, with its examples.
+        options: Options of the training, with the size of adapters.
+
+    Returns:
+        `mode`, `steps`, `batch_size`, `learning_rate`, `trained` and `parameters` (how many numbers), `seconds` (at most the
+        time budget) and `memory_mb` (megabytes, 1e6 bytes).
+    """
+    rows = sorted(range(len(prepared.data.rows)), key=prepared.data.tokens)
+    count = phase.batch_size // phase.accumulate
+    count, device = min(count, len(rows)), torch.device(model.device)
+
+    def step(chosen: list[int]) -> None:
+        inputs = trainer.tensors_to(model.device, prepared.data.batch(chosen, 0), model.dtype)
+        phase.objective.loss(model, model, inputs).backward()
+        model.zero_grad(set_to_none=True)
+
+    adapted = phase.mode in prepared.adapted
+    before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    if adapted:
+        phase = with_adapters(model, phase, prepared, options)
+    named, training = dict(model.named_parameters()), model.training
+    trained = sum(named[name].numel() for name in phase.trained)
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in named.values())
+    try:
+        for name, parameter in named.items():
+            parameter.requires_grad_(name in set(phase.trained))
+        model.train()
+
+        def peak(inputs: int) -> float:
+            return peak_mb(lambda: step(rows[-inputs:]), device)
+
+        # Memory is measured on the longest inputs, time on those of median length.
+        needed = first = peak(1)
+        tried = 1
+        if count > 1:
+            needed = peak(2)
+            # The gradients are in the first already.
+            more = max(needed - first, 1e-6)
+            room = int((available_bytes(device) / 2e6 - first) / more) + 1
+            tried = min(count, max(room, 2))
+            needed = peak(tried) if tried == count else first + more * (count - 1)
+        middle = max(len(rows) // 2 - tried // 2, 0)
+        usual = rows[middle : middle + tried]
+        step(usual)
+        began = time.perf_counter()
+        step(usual)
+        each = (time.perf_counter() - began) * count / tried
+    finally:
+        model.train(training)
+        if adapted:
+            trainer.remove_adapters(model, merge=False)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(before[name])
+    seconds = each * phase.accumulate * phase.steps
+    return {
+        "mode": phase.mode,
+        "steps": phase.steps,
+        "batch_size": phase.batch_size,
+        "learning_rate": phase.own_learning_rate if phase.mode == "transfer" else phase.learning_rate,
+        "trained": trained,
+        "parameters": numbers,
+        "seconds": min(seconds, phase.seconds or seconds),
+        "memory_mb": round(needed + (weights + _BYTES_OF_TRAINED * trained) / 1e6, 1),
+    }
+
 
 _STATE = "training.json"
 # Keys of a config that change no number of a training.
@@ -153,11 +500,11 @@ def finetune(
     """
     progress("read the data", 0, 1)
     prepared = prepare_training(model, processor, options, teacher)
-    if restart and distributed.leads():
+    if restart and evaluate.leads():
         claim(folder, "training", "a training", has_begun)
         remove(folder, "training")
     begun = _begun(folder, model, prepared, options, resume=resume)
-    with _removed_if_empty(folder) if not resume and distributed.leads() else nullcontext():
+    with _removed_if_empty(folder) if not resume and evaluate.leads() else nullcontext():
         return _trained(folder, model, prepared, options, begun, resume, progress)
 
 
@@ -191,7 +538,7 @@ def _trained(
     if options.budget is not None:
         prepared.measure.enough = _enough(prepared.measure, exact, before, options)
         if before is not None and prepared.measure.suffices(before) and not again:
-            if distributed.leads():
+            if evaluate.leads():
                 remove(folder, "training")
             beside = "" if exact is None else f", {exact:.4f} with exact attention"
             raise BudgetMetError(
@@ -254,7 +601,7 @@ def _carried_out(
             setattr(model.config, name, value)
         if adapted:
             # After a failure the weights are those from before this mode.
-            parameters.remove_adapters(model, merge=finished)
+            trainer.remove_adapters(model, merge=finished)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(before[name])
     with disk_errors(place):
@@ -305,7 +652,7 @@ def _begun(folder: Path, model: Any, prepared: Preparation, options: FinetuneSta
     about = About.model_validate(json.loads(json.dumps(about)))
     file = folder / _STATE
     # The leading process removes and writes this file, maybe before another one looks for it.
-    found = distributed.agree(file.read_bytes() if distributed.leads() and file.is_file() else None)
+    found = evaluate.agree(file.read_bytes() if evaluate.leads() and file.is_file() else None)
     if found is not None and resume:
         for path in folder.rglob("*"):
             refuse_leaving(folder, path)
@@ -325,7 +672,7 @@ def _begun(folder: Path, model: Any, prepared: Preparation, options: FinetuneSta
                 "with the same ones, or start over with --force.",
                 Exit.REFUSED,
             )
-        if distributed.leads():
+        if evaluate.leads():
             claim(folder, "training", "a training", has_begun)
         return kept
     if found is not None:
@@ -360,7 +707,7 @@ def _damaged(file: Path, error: Exception) -> ApproxError:
 
 
 def _keep(folder: Path, kept: Begun) -> None:
-    if distributed.leads():
+    if evaluate.leads():
         claim(folder, "training", "a training", has_begun)
         write_whole(folder / _STATE, kept.model_dump_json())
 
@@ -368,15 +715,15 @@ def _keep(folder: Path, kept: Begun) -> None:
 def _finish(place: Path, model: Any, outcome: Outcome) -> None:
     """Store the weights after a mode, then remove its checkpoints."""
     # The other processes may still read the best checkpoint.
-    distributed.gather(None)
-    if not distributed.leads():
+    evaluate.gather(None)
+    if not evaluate.leads():
         return
     state = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
     save_file(state, place / "finished.safetensors.tmp")
     (place / "finished.safetensors.tmp").replace(place / "finished.safetensors")
     write_whole(place / "finished.json", json.dumps(asdict(outcome)))
-    for checkpoint in place.glob("checkpoint-*"):
-        shutil.rmtree(checkpoint)
+    for saved in place.glob("checkpoint-*"):
+        shutil.rmtree(saved)
 
 
 def _finished(place: Path, model: Any) -> Outcome | None:
@@ -393,3 +740,256 @@ def _finished(place: Path, model: Any) -> Outcome | None:
     except (OSError, SafetensorError, RuntimeError) as error:
         raise _damaged(file, error) from None
     return outcome
+
+
+_OUTCOME = "outcome.json"
+
+
+class Written(BaseModel):
+    """What a training came to, in its folder until that is removed, for the case that the process ends in between.
+
+    Attributes:
+        weights: Hashes of the weight files of its output.
+        result: What `finetune_folder` returns.
+    """
+
+    model_config = ConfigDict(strict=True)
+
+    weights: dict[str, str]
+    result: dict[str, Any]
+
+
+def finetune_folder(
+    name: str | Path,
+    out: Path,
+    options: FinetuneStage,
+    *,
+    teacher: str | None = None,
+    working: Path | None = None,
+    resume: bool = False,
+    force: bool = False,
+    revision: str | None = None,
+    offline: bool = False,
+    merge_adapter: bool = False,
+    device: str = "cpu",
+    progress: Progress = lambda what, done, total: None,
+) -> dict[str, Any]:
+    """Train a checkpoint into a new folder, which gets its name only if every check passes.
+
+
+    Args:
+        name: A folder, a model id of the hub, or `quickstart`; converted or not.
+        out: The folder to make.
+        options: Options of the training.
+        teacher: The exact model for `distill`; by default the checkpoint's own weights with exact attention.
+        working: Folder for checkpoints during training; by default `out` with the suffix `.training`.
+        resume: Whether to continue an unfinished training into `out`.
+        force: Whether to replace an existing `out` and to start an unfinished training over.
+        revision: Commit of the hub.
+        offline: Whether only local files and the hub's cache may be used.
+        merge_adapter: Whether an adapter of PEFT beside the weights, or one whose folder is given, is merged into them.
+        device: Device to train on.
+        progress: Called with the current activity, steps done and total steps.
+
+    Returns:
+        The outcome of the training as plain data, with the checks of the folder.
+
+    Raises:
+        ApproxError: if the checkpoint, an option or the data are refused, the budget is met already, the loss is not finite, or
+            a check fails (exit code 6; the result is kept beside `out` with the suffix `.failed`).
+    """
+    refuse_sharding()
+    out = Path(out)
+    working = working or out.with_name(f"{out.name}.training")
+    refuse_unclaimed(working, "training", "a training", has_begun)
+    ended = resume and not force and (working / _OUTCOME).is_file()
+    if not ended:
+        refuse_existing(out, force=force)
+    refuse_unwritable(out)
+    # Another process would continue from the same checkpoints.
+    with held(working) if evaluate.leads() else nullcontext():
+        written = evaluate.agree(_written_before(out, working) if ended and evaluate.leads() else None)
+        if written is not None:
+            return written.result
+        refuse_existing(out, force=force)
+        return _finetuned(
+            name, out, options, teacher, working, resume, force, revision, offline, merge_adapter, device, progress
+        )
+
+
+def _written_before(out: Path, working: Path) -> Written | None:
+    """The outcome of a training that has written its output already, and was killed before it removed its folder."""
+    try:
+        found = Written.model_validate_json((working / _OUTCOME).read_bytes())
+    except (OSError, ValidationError):
+        # Most trainings end before they write anything.
+        return None
+    if not out.is_dir() or found.weights != _hashes(out):
+        return None
+    remove(working, "training", _OUTCOME)
+    return found
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    return {path.name: sha256(path) for path in weight_files(folder)}
+
+
+def _finetuned(
+    name: str | Path, out: Path, options: FinetuneStage, teacher: str | None, working: Path, resume: bool, force: bool,
+    revision: str | None, offline: bool, merge_adapter: bool, device: str, progress: Progress,
+) -> dict[str, Any]:  # fmt: skip
+    opened, taught = _opened(name, teacher, options, revision, offline, merge_adapter, device)
+    refuse_overlap(opened.source.folder, out)
+    reader = checkpoint.processor(opened.source)
+    if taught is not None:
+        _same_tokenizer(opened, taught)
+    done = finetune(
+        opened.model, reader, options, folder=working, teacher=None if taught is None else taught.model,
+        resume=resume, restart=force and not resume, progress=progress,
+    )  # fmt: skip
+
+    def result(results: list[Check]) -> dict[str, Any]:
+        notes = [*opened.notes, *done.notes]
+        return {"output": str(out), **done.to_data(), "checks": [vars(check) for check in results], "notes": notes}
+
+    results: list[Check] = []
+    if evaluate.leads():
+
+        def keep(folder: Path, results: list[Check]) -> None:
+            made = Written(weights=_hashes(folder), result=json.loads(json.dumps(result(results))))
+            write_whole(working / _OUTCOME, made.model_dump_json())
+
+        results = _written(opened, out, options, done, taught, keep, force=force, progress=progress)
+        remove(working, "training", _OUTCOME)
+    return result(results)
+
+
+def rehearse(
+    name: str | Path,
+    options: FinetuneStage,
+    *,
+    teacher: str | None = None,
+    revision: str | None = None,
+    offline: bool = False,
+    merge_adapter: bool = False,
+    device: str = "cpu",
+) -> dict[str, Any]:
+    """Report what `finetune_folder` would do, with time and memory from one step of each mode; nothing is written.
+
+    Args and errors: as for `finetune_folder`.
+    """
+    refuse_sharding()
+    opened, taught = _opened(name, teacher, options, revision, offline, merge_adapter, device)
+    reader = checkpoint.processor(opened.source)
+    prepared = prepare_training(opened.model, reader, options, None if taught is None else taught.model)
+    return {
+        "name": opened.source.name,
+        "examples": len(prepared.data.split.examples),
+        "held_out": len(prepared.data.held_out.examples),
+        "measure": prepared.measure.name,
+        "phases": [estimate(opened.model, phase, prepared, options) for phase in prepared.phases],
+        "approximated": prepared.approximated,
+        "notes": [*opened.notes, *prepared.notes],
+    }
+
+
+def _opened(
+    name: str | Path,
+    teacher: str | None,
+    options: FinetuneStage,
+    revision: str | None,
+    offline: bool,
+    merge_adapter: bool,
+    device: str,
+) -> tuple[Checkpoint, Checkpoint | None]:
+    verify.begin()
+    opened = checkpoint.load(name, revision=revision, offline=offline, merge_adapter=merge_adapter, device=device)
+    # Before the training, not when its result is written.
+    refuse_foreign(opened.source, carried(opened.source.config))
+    record = opened.source.raw.get("approx") or {}
+    if teacher is None:
+        if "distill" in (options.recover or []) and trainings(record):
+            raise ApproxError(
+                f"The weights of {name} were trained since they were converted, so with exact attention they are not the base. "
+                "Name it with --teacher.",
+            )
+        return opened, None
+    if "distill" not in (options.recover or []):
+        raise ApproxError("--teacher has an effect only with the mode 'distill'. Add it to --recover, or leave it out.")
+    taught = checkpoint.load(teacher, offline=offline, merge_adapter=merge_adapter, device=device)
+    if taught.source.converted or taught.source.stock_class is not opened.source.stock_class:
+        raise ApproxError(
+            f"The teacher {teacher} is a {type(taught.model).__name__}; it has to be an exact "
+            f"{opened.source.stock_class.__name__}, such as the checkpoint that {name} was converted from.",
+            Exit.UNSUPPORTED,
+        )
+    return opened, taught
+
+
+def _same_tokenizer(opened: Checkpoint, taught: Checkpoint) -> None:
+    own, other = checkpoint.processor(opened.source), checkpoint.processor(taught.source)
+    vocabularies = [getattr(each, "get_vocab", dict)() for each in (own, other)]
+    if vocabularies[0] != vocabularies[1]:
+        raise ApproxError(
+            f"The tokenizer of {opened.source.name} and that of the teacher {taught.source.name} differ, so the two read "
+            "different tokens. Take the checkpoint that was converted as the teacher."
+        )
+
+
+def _written(
+    opened: Checkpoint,
+    out: Path,
+    options: FinetuneStage,
+    done: Healing,
+    taught: Checkpoint | None,
+    keep: Callable[[Path, list[Check]], None],
+    *,
+    force: bool,
+    progress: Progress,
+) -> list[Check]:
+    model = opened.model.to("cpu")
+    state = dict(model.state_dict())
+    receipt: Receipt | None = None
+    results: list[Check] = []
+    written = {"comparing the weights": lambda folder: verify.weights(folder, state, "trained")}
+
+    def say(what: str) -> None:
+        progress(what, 0, 1)
+
+    if opened.source.converted:
+        receipt = read_receipt(opened.source.folder)
+        say("checking padding and causality")
+        results = [verify.padding(model), verify.causality(model)]
+        _remember(opened, options, done, taught)
+        if receipt is not None:
+            batch = calibration_batch(opened.source, model, calibration_length(model), None)
+            receipt.lost(verify.layer_damage(model, batch.inputs), batch.told)
+        written["reloading in a fresh process"] = lambda folder: verify.fresh_process(folder, model)
+    return convert.write_checked(
+        out, opened, written, what=f"The training of {opened.source.name}", earlier=results, receipt=receipt, force=force,
+        passed=keep, progress=say,
+    )  # fmt: skip
+
+
+def _remember(opened: Checkpoint, options: FinetuneStage, done: Healing, taught: Checkpoint | None) -> None:
+    step = Training(
+        approx=__version__,
+        base=convert.named_base(opened),
+        recover=done.recover,
+        task=options.task,
+        data_sha256=done.data_sha256,
+        examples=done.examples,
+        held_out=done.held_out,
+        steps=done.steps,
+        seconds=sum(phase.seconds for phase in done.phases),
+        seed=options.seed,
+        teacher=None if taught is None else convert.named_base(taught),
+        measure=done.measure,
+        exact=done.exact,
+        before=done.before,
+        after=done.after,
+        # Paths may be private.
+        options={name: value for name, value in done.options.items() if name not in ("data", "text")},
+    )
+    record = opened.model.config.approx
+    record["history"] = [*record.get("history", []), step.model_dump()]

@@ -1,27 +1,991 @@
-"""Train one mode with transformers' Trainer, with our losses, validation and order of examples."""
+"""Train one mode with transformers' Trainer: its data, losses, trained parameters, validation and order of examples."""
 
+import copy
 import hashlib
+import json
 import math
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, Protocol
 
+import numpy as np
 import torch
+from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import SequentialSampler
-from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainingArguments
+from torch.utils.data import Dataset, SequentialSampler
+from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.pytorch_utils import Conv1D
 from transformers.trainer_callback import ProgressCallback
 
+from approx.checkpoints import families
+from approx.conversion import surgery
+from approx.conversion.calibration import all_open, evaluating, exact_below
 from approx.errors import ApproxError, Exit
-from approx.finetuning.data import Schedule, TrainingData
-from approx.finetuning.phase import Measure, Outcome, Phase, Progress
-from approx.finetuning.watch import Watch, signals
+from approx.finetuning.options import Distillation, FinetuneStage, Lora
+from approx.planning import positions
+from approx.planning.plan import described
+from approx.seam.observe import Call, observe
+from approx.tasks import open_task
+from approx.tasks.classification import SEVERAL, kind_of_outputs
+from approx.tasks.task import Encoding, Example, Split, Task
+from approx.tasks.text import Text
+from approx_kernels.ops.fastest.api import fastest_attention
 from approx_kernels.runtime.atomic_file import write_whole
+
+_PROJECTIONS = (nn.Linear, Conv1D)
+
+
+def own_parameters(model: Any) -> list[str]:
+    """Names of the mechanisms' parameters: feature maps, spans, mixtures."""
+    return [name for name, _ in model.named_parameters() if ".mechanism." in name]
+
+
+def attention_layers(model: Any, inputs: dict[str, Tensor]) -> dict[str, list[str]]:
+    """Find the linear layers around attention, in the order in which they run.
+
+    Args:
+        model: Any model that dispatches its attention.
+        inputs: A batch on its device.
+
+    Returns:
+        `before`: names of the projections to queries, keys and values; `after`: names of the output projections.
+    """
+    sites: list[nn.Module] = []
+    modules = dict(model.named_modules())
+    names = {module: name for name, module in modules.items()}
+    ran: list[tuple[str, str]] = []
+
+    def enter(call: Call) -> None:
+        ran.append(("attention", call.path))
+        sites.append(model.base_model.get_submodule(call.path))
+
+    def run(module: nn.Module, args: Any, output: Any) -> None:
+        ran.append(("layer", names[module]))
+
+    hooks = [module.register_forward_hook(run) for module in modules.values() if isinstance(module, _PROJECTIONS)]
+    training = model.training
+    try:
+        with observe(model, before=enter), torch.no_grad():
+            model.eval()(**inputs)
+    finally:
+        model.train(training)
+        for hook in hooks:
+            hook.remove()
+    layers: dict[str, list[str]] = {"before": [], "after": []}
+    for place, (kind, name) in enumerate(ran):
+        if kind == "attention":
+            site = names[model.base_model.get_submodule(name)]
+            # Input projections are children of the attention module; the output projection may be its sibling.
+            layers["before"] += [
+                layer for what, layer in ran[:place] if what == "layer" and layer.startswith(f"{site}.")
+            ]
+            layers["after"] += [layer for what, layer in ran[place + 1 : place + 2] if what == "layer"]
+    return {kind: list(dict.fromkeys(names)) for kind, names in layers.items()}
+
+
+def chosen_parameters(model: Any, train: str, inputs: dict[str, Tensor]) -> list[str]:
+    """Names of the parameters selected by `train`; the mechanisms' parameters are always included.
+
+    Args:
+        model: The model.
+        train: `all`, `attention` or `head`.
+        inputs: A batch on its device.
+
+    Raises:
+        ApproxError: if the model has no head.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    if train == "all":
+        # Feature encoders of speech models stay frozen, as in the original fine-tuning.
+        return [name for name in names if ".feature_extractor." not in f".{name}"]
+    if train == "head":
+        chosen = head_parameters(model)
+    else:
+        layers = attention_layers(model, inputs)
+        places = tuple(f"{layer}." for kind in layers.values() for layer in kind)
+        chosen = [name for name in names if name.startswith(places)]
+    return list(dict.fromkeys([*chosen, *own_parameters(model)]))
+
+
+def head_parameters(model: Any) -> list[str]:
+    """Names of the task head's parameters.
+
+    Raises:
+        ApproxError: if the model has none.
+    """
+    prefix = f"{model.base_model_prefix}."
+    head = [name for name, _ in model.named_parameters() if not name.startswith(prefix)]
+    if model.base_model is model or not head:
+        raise ApproxError(
+            f"Only the task head was to be trained, but a {type(model).__name__} has none. Train all, or attention.",
+            Exit.UNSUPPORTED,
+        )
+    return head
+
+
+def add_adapters(model: Any, options: Lora, inputs: dict[str, Tensor], seed: int) -> list[str]:
+    """Add low-rank adapters to linear layers, in place; outputs do not change.
+
+    Source: Hu et al. 2021, LoRA, arXiv 2106.09685, by the package peft.
+
+    Returns:
+        Names of the adapters' parameters.
+
+    Raises:
+        ApproxError: if peft is not installed, or no layer has such a name.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise ApproxError(
+            f"The mode 'lora' needs the package peft ({error}). Install it: pip install 'approx-attention[train]'.",
+            Exit.MISSING,
+        ) from None
+    known = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, _PROJECTIONS)}
+    targets = options.targets
+    if targets is None:
+        targets = [name for names in attention_layers(model, inputs).values() for name in names]
+    elif not set(targets) <= known:
+        wrong = ", ".join(sorted(set(targets) - known))
+        raise ApproxError(
+            f"The lora targets {wrong} are not linear layers of this model. It has: {', '.join(sorted(known))}."
+        )
+    config = LoraConfig(
+        r=options.rank,
+        lora_alpha=options.alpha,  # type: ignore[arg-type]  # peft only divides by the rank, which works with a float
+        lora_dropout=options.dropout,
+        target_modules=targets,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        inject_adapter_in_model(config, model)
+    return [name for name, _ in model.named_parameters() if ".lora_" in name]
+
+
+def remove_adapters(model: Any, *, merge: bool) -> None:
+    """Remove adapters, in place; with `merge` the weights take over what they learned."""
+    from peft.tuners.lora import LoraLayer
+
+    for name, module in list(model.named_modules()):
+        if isinstance(module, LoraLayer):
+            if merge:
+                module.merge()  # type: ignore[operator]  # typed as an attribute of a module
+            parent, _, own = name.rpartition(".")
+            setattr(model.get_submodule(parent), own, module.get_base_layer())
+
+
+def check_modes(modes: list[str], model: Any, *, text: bool, projections: bool) -> None:
+    """Refuse modes that the model cannot use.
+
+    Raises:
+        ApproxError: if a mode cannot be used; the message names an alternative.
+    """
+    converted = families.is_converted(model)
+    if modes[-1] == "lora":
+        raise ApproxError(
+            "'lora' comes last, so nothing is trained with adapters. Put a mode behind it, e.g. --recover lora,task."
+        )
+    if len(set(modes)) < len(modes):
+        raise ApproxError(f"--recover {','.join(modes)} names a mode twice. Name each once.")
+    for mode in ("transfer", "distill"):
+        if mode in modes and not converted:
+            raise ApproxError(
+                f"'{mode}' fits a converted model to exact attention, but this {type(model).__name__} is exact already. "
+                "Train it with 'task', 'clm' or 'mlm'.",
+                Exit.UNSUPPORTED,
+            )
+    if "transfer" in modes and not (own_parameters(model) or projections):
+        kinds = sorted(
+            {part["mechanism"] for site in model.config.approx["sites"].values() for part in described(site)}
+        )
+        raise ApproxError(
+            f"'transfer' trains the parameters of mechanisms, and {', '.join(kinds)} has none. Use 'distill' or 'task', or let "
+            "it train the projections (--projections).",
+            Exit.UNSUPPORTED,
+        )
+    for mode in ("clm", "mlm"):
+        if mode in modes and not text:
+            raise ApproxError(f"'{mode}' continues pre-training on plain text. Give it with --text, without --task.")
+    if "task" in modes and text:
+        raise ApproxError("'task' needs labels, which plain text has not. Give --task, or use 'clm' or 'mlm'.")
+
+
+def default_modes(model: Any, *, text: bool, causal: bool) -> list[str]:
+    """Default modes: attention transfer if mechanisms have parameters, then the task or language modelling."""
+    first = ["transfer"] if families.is_converted(model) and own_parameters(model) else []
+    return [*first, ("clm" if causal else "mlm") if text else "task"]
+
+
+# Longer than any input.
+_ALWAYS_EXACT = 2**62
+_TARGETS = ("labels", "start_positions", "end_positions")
+
+
+class Objective(Protocol):
+    """One loss.
+
+    Attributes:
+        labelled: Whether batches must carry targets.
+    """
+
+    labelled: bool
+
+    def loss(self, model: Any, inner: Any, inputs: dict[str, Tensor]) -> Tensor:
+        """The loss of a batch, a scalar.
+
+        Args:
+            model: The model to call, possibly wrapped for several processes.
+            inner: The transformers model inside.
+            inputs: A batch, on the model's device.
+        """
+        ...
+
+
+class Supervised:
+    """The loss that transformers' models compute from targets: of a task, or of language modelling."""
+
+    labelled = True
+
+    def loss(self, model: Any, inner: Any, inputs: dict[str, Tensor]) -> Tensor:
+        """See `Objective`."""
+        return model(**inputs).loss
+
+
+class Transfer:
+    """Attention transfer: each mechanism against exact attention on the same queries, keys and values.
+
+    The model itself runs exact attention, so each layer learns independently, on the inputs that the base would feed it.
+    With `joint` the model runs its mechanisms, and each layer learns on the outputs of the layers before it. Only the
+    mechanisms are trained, so no second model is needed and the backward pass keeps no activations of the model.
+
+    Source: Zhang et al. 2024, LoLCATs, arXiv 2410.10254; departs from it in the loss, which is relative to the target.
+
+    Args:
+        joint: Whether later layers receive the outputs of the mechanisms.
+        match: `outputs` compares outputs [B, H, L, E]; `weights` compares dense attention weights by their divergence.
+        projections: Names of projection parameters to train as well. Targets are then computed with the initial weights,
+            and training is joint.
+        model: The model, with its initial weights.
+    """
+
+    labelled = False
+
+    def __init__(self, model: Any, *, joint: bool, match: str, projections: Sequence[str] = ()) -> None:
+        self._joint, self._match = joint or bool(projections), match
+        parameters = dict(model.named_parameters())
+        self._first = {name: parameters[name].detach().clone() for name in projections}
+
+    def loss(self, model: Any, inner: Any, inputs: dict[str, Tensor]) -> Tensor:
+        """See `Objective`: the mean over layers, of the relative squared error or of the divergence in nats."""
+        terms: list[Tensor] = []
+        inputs = _without_targets(inputs)
+        with evaluating(inner):
+            targets = self._targets(inner, inputs) if self._first else {}
+
+            def compare(call: Call) -> None:
+                if call.mechanism is None:
+                    return
+                target = targets.get(call.path)
+                parts = call.members() if target is None else [call]
+                terms.extend(term for part in parts if (term := self._term(part, target)) is not None)
+
+            with all_open(inner) if self._joint else exactly(inner), observe(inner, compare):
+                model(**inputs)
+        return torch.stack(terms).mean()
+
+    def _targets(self, inner: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Exact outputs with the initial weights, by path."""
+        outputs: dict[str, Tensor] = {}
+
+        def keep(call: Call) -> None:
+            outputs[call.path] = call.output
+
+        with torch.no_grad(), exactly(inner), observe(inner, keep):
+            functional_call(inner, {name: x.to(inner.device) for name, x in self._first.items()}, kwargs=inputs)
+        return outputs
+
+    def _term(self, call: Call, target: Tensor | None) -> Tensor | None:
+        mechanism = call.mechanism
+        assert mechanism is not None
+        if target is None and not any(parameter.requires_grad for parameter in mechanism.parameters()):
+            return None
+        real = _real(call)
+        if target is not None:
+            return relative_error(call.output, target, real)
+        q, k, v = (call.q, call.k, call.v) if self._joint else (call.q.detach(), call.k.detach(), call.v.detach())
+        tokens = {} if call.tokens is None else {"tokens": call.tokens}
+        if self._match == "weights":
+            return _divergence(mechanism.weights(q, k, call.mask, **tokens), _weights(call), real)
+        with torch.no_grad():
+            exact = fastest_attention(call.q, call.k, call.v, call.mask, causal=mechanism.causal, scale=mechanism.scale)
+        mine = call.output if self._joint else mechanism(q, k, v, call.mask, **tokens)
+        return relative_error(mine, exact, real)
+
+
+class Distill:
+    """Distance from a teacher: outputs with a temperature, hidden states and attention outputs of each layer, and labels.
+
+    Source: Hinton et al. 2015, arXiv 1503.02531, for the outputs; layers as in Jiao et al. 2020, TinyBERT, arXiv 1909.10351,
+    with errors relative to the teacher's activations.
+
+    Args:
+        teacher: The exact model; its parameters are frozen.
+        weights: Weights of the parts.
+    """
+
+    def __init__(self, teacher: Any, weights: Distillation) -> None:
+        self._teacher, self._weights = teacher.eval().requires_grad_(False), weights
+        self.labelled = weights.labels > 0
+
+    def loss(self, model: Any, inner: Any, inputs: dict[str, Tensor]) -> Tensor:
+        """See `Objective`."""
+        own, weights = _without_targets(inputs), self._weights
+        with torch.no_grad():
+            due, due_attention = self._run(self._teacher, self._teacher, own)
+        said, attention = self._run(model, inner, inputs if self.labelled else own)
+        mask = own.get("attention_mask")
+        terms = []
+        if weights.logits:
+            pairs = [(said[name], due[name]) for name in due if name.endswith("logits")]
+            several = kind_of_outputs(self._teacher.config) == SEVERAL
+            terms += [
+                weights.logits * _distance(one, other, mask, weights.temperature, several=several) / len(pairs)
+                for one, other in pairs
+            ]
+        if weights.hidden:
+            layers = list(zip(said.hidden_states[1:], due.hidden_states[1:], strict=True))
+            terms += [
+                weights.hidden * relative_error(one, other, _fitting(mask, one)) / len(layers) for one, other in layers
+            ]
+        if weights.attention:
+            terms += [
+                weights.attention
+                * relative_error(call.output, due_attention[path].output, _real(call))
+                / len(attention)
+                for path, call in attention.items()
+            ]
+        if self.labelled:
+            terms.append(weights.labels * said.loss)
+        return torch.stack(terms).sum()
+
+    def _run(self, model: Any, inner: Any, inputs: dict[str, Tensor]) -> tuple[Any, dict[str, Call]]:
+        attention: dict[str, Call] = {}
+
+        def keep(call: Call) -> None:
+            attention[call.path] = call
+
+        more = {"output_hidden_states": True} if self._weights.hidden else {}
+        with observe(inner, keep) if self._weights.attention else nullcontext():
+            return model(**inputs, **more), attention
+
+
+def teacher_of(model: Any) -> Any:
+    """Copy a converted model with exact attention; the copy has its own config, which selects the attention."""
+    teacher = copy.deepcopy(model)
+    surgery.use_exact_attention(teacher)
+    return teacher
+
+
+def exactly(model: Any) -> AbstractContextManager[None]:
+    """Run exact attention in every layer within the context."""
+    return exact_below(model, _ALWAYS_EXACT)
+
+
+def divergence_of_labels(given: Tensor, due: Tensor) -> Tensor:
+    """KL(due ‖ given) in nats of labels that do not exclude each other, added up: logits [B, L] -> [B]."""
+    least = F.binary_cross_entropy_with_logits(due, due.sigmoid(), reduction="none")
+    return (F.binary_cross_entropy_with_logits(given, due.sigmoid(), reduction="none") - least).sum(-1)
+
+
+def relative_error(given: Tensor, due: Tensor, real: Tensor | None = None) -> Tensor:
+    """Squared error relative to the squared target, a scalar.
+
+    Args:
+        given: Tensor of any shape.
+        due: Target of the same shape.
+        real: 1 where an entry counts and 0 elsewhere, broadcastable; None if all count.
+    """
+    apart, size = (given.float() - due.float()).square(), due.float().square()
+    if real is not None:
+        apart, size = apart * real, size * real
+    return apart.sum() / size.sum().clamp(min=torch.finfo(torch.float32).tiny)
+
+
+def _without_targets(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x for name, x in inputs.items() if name not in _TARGETS}
+
+
+def _real(call: Call) -> Tensor | None:
+    """Real queries, [B, 1, L, 1]."""
+    if call.mask is None or call.mask.dim() != 2 or call.mask.shape[1] != call.q.shape[2]:
+        return None
+    return call.mask[:, None, :, None].float()
+
+
+def _weights(call: Call) -> Tensor:
+    """Exact attention weights, [B, H, L, S]."""
+    mechanism = call.mechanism
+    assert mechanism is not None
+    with torch.no_grad():
+        k = call.k.repeat_interleave(call.q.shape[1] // call.k.shape[1], 1)
+        scores = call.q.float() @ k.float().transpose(2, 3) * mechanism.scale
+        if mechanism.causal:
+            seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(
+                k.shape[2] - call.q.shape[2]
+            )
+            scores = scores.masked_fill(~seen, float("-inf"))
+        if call.mask is not None:
+            scores = scores.masked_fill(~call.mask[:, None, None], float("-inf"))
+        return scores.softmax(-1).nan_to_num()
+
+
+def _divergence(given: Tensor, due: Tensor, real: Tensor | None) -> Tensor:
+    """Mean divergence of weights [B, H, L, S] from the target over real queries, in nats."""
+    tiny = 1e-6
+    apart = (due * (due.clamp(min=tiny).log() - given.float().clamp(min=tiny).log())).sum(-1, keepdim=True)
+    if real is None:
+        return apart.mean()
+    return (apart * real).sum() / (real.sum() * apart.shape[1]).clamp(min=1)
+
+
+def _distance(given: Tensor, due: Tensor, mask: Tensor | None, temperature: float, *, several: bool) -> Tensor:
+    """Distance of outputs: divergence over the last dimension, or squared error if that has size 1; of `several` labels, of each."""
+    if several:
+        return divergence_of_labels(given.float() / temperature, due.float() / temperature).mean() * temperature**2
+    if due.shape[-1] == 1:
+        return F.mse_loss(given.float(), due.float())
+    log_given, log_due = (F.log_softmax(x.float() / temperature, -1) for x in (given, due))
+    apart = (log_due.exp() * (log_due - log_given)).sum(-1) * temperature**2
+    # Only outputs of single tokens, [B, L, V], have padding.
+    if apart.dim() == 2 and mask is not None and mask.shape == apart.shape:
+        return (apart * mask).sum() / mask.sum().clamp(min=1)
+    return apart.mean()
+
+
+def _fitting(mask: Tensor | None, hidden: Tensor) -> Tensor | None:
+    """A mask for hidden states [B, L, D]; None if their positions are not tokens, as for speech."""
+    if mask is None or mask.shape != hidden.shape[:2]:
+        return None
+    return mask[:, :, None].float()
+
+
+Progress = Callable[[str, int, int], None]
+"""Called with the current activity, steps done and total steps."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One mode with its settings.
+
+    Attributes:
+        mode: Name of the mode.
+        objective: The loss.
+        trained: Names of the trained parameters.
+        steps: Maximum number of steps.
+        batch_size: Inputs per step, over all processes.
+        accumulate: Forward passes per step.
+        learning_rate: Highest learning rate.
+        own_learning_rate: Highest learning rate of the mechanisms' parameters.
+        seconds: Time limit; None for no limit.
+        evaluate_every: Steps between validations.
+        patience: Validations without improvement after which the mode ends; None for no limit.
+        penalty: Weight of the mechanisms' penalty.
+        recompute: Whether to recompute layers in the backward pass.
+        bfloat16: Whether the forward pass runs under autocast.
+        report_to: Additional reporting of the Trainer.
+        seed: Seed of the order of examples and of dropout.
+    """
+
+    mode: str
+    objective: Objective
+    trained: list[str]
+    steps: int
+    batch_size: int
+    accumulate: int
+    learning_rate: float
+    own_learning_rate: float
+    seconds: float | None
+    evaluate_every: int
+    patience: int | None
+    penalty: float
+    recompute: bool
+    bfloat16: bool
+    report_to: str | None
+    seed: int
+
+
+@dataclass
+class Measure:
+    """The measure that chooses the best step.
+
+    Attributes:
+        name: Name of a metric, or `loss`.
+        lower_is_better: Whether smaller values are better.
+        value: Measures the held-out examples; None if the model has no score.
+        enough: Value at which training ends; None for no budget.
+        about_labels: What the last measurement shows about the order of the model's labels, in sentences.
+    """
+
+    name: str
+    lower_is_better: bool
+    value: Callable[[], float] | None
+    enough: float | None = None
+    about_labels: list[str] = field(default_factory=list)
+
+    def suffices(self, value: float) -> bool:
+        """Return whether a value is within the budget."""
+        if self.enough is None:
+            return False
+        return value <= self.enough if self.lower_is_better else value >= self.enough
+
+
+@dataclass
+class Outcome:
+    """The outcome of one mode.
+
+    Attributes:
+        mode: Name of the mode.
+        steps: Number of steps.
+        best_step: Step whose weights were kept.
+        parameters: Number of trained parameters.
+        tokens: Number of training tokens.
+        seconds: Time, including interrupted attempts.
+        measure: Name of the measure that chose the best step.
+        curve: Step, loss, learning rate and, at validations, the value of the measure.
+        ended: Reason for the end: `steps`, `time`, `patience` or `budget`.
+    """
+
+    mode: str
+    steps: int
+    best_step: int
+    parameters: int
+    tokens: int
+    seconds: float
+    measure: str
+    curve: list[dict[str, float]] = field(default_factory=list)
+    ended: str = "steps"
+
+
+class _Kept(BaseModel):
+    """What a checkpoint keeps besides the Trainer's files; an earlier version kept no hashes."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    seconds: float
+    tokens: int
+    files: dict[str, str] = {}
+
+
+class Watch(TrainerCallback):
+    """Tracks time and tokens, redraws random features, reports progress, and stops training."""
+
+    def __init__(self, trainer: Any, progress: Progress) -> None:
+        self._trainer, self._progress = trainer, progress
+        self._began, self._before, self.tokens = time.monotonic(), 0.0, 0
+        self.stopped, self.ended = False, "steps"
+        self._loss = self._validation = float("nan")
+
+    def seconds(self) -> float:
+        """Training time so far, including interrupted attempts."""
+        return self._before + time.monotonic() - self._began
+
+    def share_of_time(self) -> float:
+        """Used share of the time budget; 0 without one."""
+        limit = self._trainer.phase.seconds
+        return 0.0 if limit is None else self.seconds() / limit
+
+    def count(self, inputs: dict[str, Tensor]) -> None:
+        """Count the tokens of a batch."""
+        main = next((x for name, x in inputs.items() if name.startswith("input_")), None)
+        mask = inputs.get("attention_mask")
+        counted = mask.sum().item() if mask is not None else 0 if main is None else main.shape[:2].numel()
+        self.tokens += int(counted) // self._trainer.data.task.input_per_token * self._trainer.args.world_size
+
+    def kept(self, files: dict[str, str]) -> str:
+        """State to store in a checkpoint, with the hashes of other files in it."""
+        return _Kept(seconds=self.seconds(), tokens=self.tokens, files=files).model_dump_json()
+
+    def take(self, text: bytes, files: dict[str, str]) -> None:
+        """Restore the state of a checkpoint, whose files have these hashes.
+
+        Raises:
+            ValueError: if it or one of the files is damaged.
+        """
+        kept = _Kept.model_validate_json(text)
+        if changed := [name for name, digest in kept.files.items() if files.get(name) != digest]:
+            raise ValueError(f"{', '.join(changed)} is not as it was written")
+        self._before, self.tokens, self._began = kept.seconds, kept.tokens, time.monotonic()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Find the best checkpoint in the folder as it is named now; the state names it as it was."""
+        if not state.best_global_step:
+            return
+        best = Path(args.output_dir, f"checkpoint-{state.best_global_step}")
+        if not best.is_dir():
+            raise ApproxError(
+                f"{best}, which has the best weights so far, is missing. Start over with --force instead of --resume.",
+                Exit.UNAVAILABLE,
+            )
+        state.best_model_checkpoint = str(best)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Store the loss for the progress line."""
+        self._loss = (logs or {}).get("loss", self._loss)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Redraw random features, report progress, and stop on a signal or at the time limit."""
+        inner = self._trainer.accelerator.unwrap_model(self._trainer.model)
+        if hasattr(inner, "step_attention"):
+            inner.step_attention(state.global_step)
+        self._say(state)
+        late = self.share_of_time() >= 1.0
+        if self._agreed(late or self.stopped):
+            control.should_training_stop = control.should_save = True
+            if late and not self.stopped:
+                self.ended = "time"
+                control.should_evaluate = True
+        return control
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> Any:
+        """Stop if the budget is met."""
+        self._validation = float((metrics or {}).get(f"eval_{self._trainer.measure.name}", float("nan")))
+        if self._trainer.measure.suffices(self._validation):
+            self.ended = "budget"
+            control.should_training_stop = control.should_save = True
+        return control
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Record early stopping as the reason."""
+        if self.ended == "steps" and state.global_step < state.max_steps:
+            self.ended = "patience"
+
+    def _agreed(self, stop: bool) -> bool:
+        """Return whether any process wants to stop."""
+        if self._trainer.args.world_size == 1:
+            return stop
+        return bool(self._trainer.accelerator.reduce(torch.tensor(float(stop), device=self._trainer.args.device)) > 0)
+
+    def _say(self, state: Any) -> None:
+        phase = self._trainer.phase
+        rate = self._trainer._get_learning_rate()
+        share = max(state.global_step / phase.steps, self.share_of_time(), 1e-9)
+        left = self.seconds() * (1 - share) / share
+        figures = {"loss": f"{self._loss:.4g}", f"held-out {self._trainer.measure.name}": f"{self._validation:.4g}"}
+        told = [f"{name} {value}" for name, value in figures.items() if value != "nan"]
+        told += [f"rate {rate:.1e}", f"{self.tokens / self.seconds():,.0f} tokens/s", f"{_duration(left)} left"]
+        self._progress(" | ".join([phase.mode, *told]), state.global_step, phase.steps)
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+
+@contextmanager
+def signals(watch: Watch) -> Iterator[None]:
+    """End training after the current step on Ctrl-C or SIGTERM; a second signal ends it at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if watch.stopped:
+            raise KeyboardInterrupt
+        watch.stopped = True
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            with suppress(TypeError):
+                signal.signal(number, handler)
+
+
+# Rows are sorted by length within this many batches, so that the inputs of a batch have similar lengths.
+_SORTED_TOGETHER = 50
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """Training and held-out examples as one model reads them.
+
+    Attributes:
+        task: The task, which encodes examples and gives targets.
+        split: Training examples.
+        held_out: Examples that choose the best step.
+        rows: Example and window of each training input.
+        encodings: Training inputs, without padding.
+        labelled: Whether batches carry targets.
+        limit: Maximum number of tokens of an input; None for no limit.
+        processor: Tokenizer or feature extractor.
+        config: Config of the model.
+    """
+
+    task: Task
+    split: Split
+    held_out: Split
+    rows: list[tuple[int, int]]
+    encodings: list[Encoding]
+    labelled: bool
+    limit: int | None
+    processor: Any
+    config: Any
+
+    @property
+    def sha256(self) -> str:
+        """Hash of the examples and of the choice of held-out ones."""
+        return hashlib.sha256(f"{_sha256(self.split.examples)} {_sha256(self.held_out.examples)}".encode()).hexdigest()
+
+    def batch(self, rows: Sequence[int], passed: int) -> dict[str, Tensor]:
+        """A batch of inputs as tensors, [B, L], with their targets; each pass hides other tokens for `mlm`."""
+        examples, encodings = [], []
+        for row in rows:
+            number, window = self.rows[row]
+            example, encoding = self.split.examples[number], self.encodings[row]
+            if passed and self.task.draws:
+                example = replace(example, id=f"{example.id}, pass {passed}")
+                encoding = self.task.encode(example, self.processor, self.limit)[window]
+            examples.append(example)
+            encodings.append(encoding)
+        made = self.task.collate(encodings, self.processor)
+        if self.labelled:
+            made |= self.task.targets(examples, encodings, self.processor, self.config)
+        return made
+
+    def tokens(self, row: int) -> int:
+        """Number of tokens of an input."""
+        return self.task.tokens(self.encodings[row])
+
+
+class Schedule(Dataset[tuple[int, int]]):
+    """The order of inputs: (row, pass) by position, the same for any number of processes.
+
+    Args:
+        data: Training data.
+        batch_size: Inputs per step.
+        steps: Number of steps.
+        seed: Seed of the order.
+    """
+
+    def __init__(self, data: TrainingData, batch_size: int, steps: int, seed: int) -> None:
+        self._lengths = np.array([data.tokens(row) for row in range(len(data.rows))])
+        self._batch, self._steps, self._seed = batch_size, steps, seed
+        self._pass, self._order = -1, np.empty(0, int)
+
+    def __len__(self) -> int:
+        return self._batch * self._steps
+
+    def __getitem__(self, place: int) -> tuple[int, int]:
+        passed, within = divmod(place, steps_of_pass(len(self._lengths), self._batch) * self._batch)
+        if passed != self._pass:
+            self._pass, self._order = passed, self._shuffled(passed)
+        return int(self._order[within]), passed
+
+    def _shuffled(self, passed: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        random = np.random.default_rng([self._seed, passed])
+        rows, size = random.permutation(len(self._lengths)), self._batch
+        if len(rows) < size:
+            return np.resize(rows, size)
+        # The remaining rows are likely to be taken in the next pass.
+        rows = rows[: len(rows) // size * size]
+        chunk = size * _SORTED_TOGETHER
+        chunks = [rows[start : start + chunk] for start in range(0, len(rows), chunk)]
+        ordered = np.concatenate([part[np.argsort(self._lengths[part], kind="stable")] for part in chunks])
+        batches = ordered.reshape(-1, size)
+        return batches[random.permutation(len(batches))].reshape(-1)
+
+
+def steps_of_pass(rows: int, batch_size: int) -> int:
+    """Steps of one pass over the inputs."""
+    return max(rows // batch_size, 1)
+
+
+def read_data(options: FinetuneStage, model: Any, processor: Any, *, labelled: bool, language: str) -> TrainingData:
+    """Read the training examples that the options name.
+
+    Args:
+        options: Options of the training.
+        model: The model to train.
+        processor: Its tokenizer or feature extractor.
+        labelled: Whether any mode needs targets.
+        language: `clm` or `mlm`: how text is predicted.
+
+    Raises:
+        ApproxError: if there is neither a task nor text, or both, the task does not fit the model, or fewer than two
+            examples are left.
+    """
+    if (options.task is None) == (options.text is None):
+        given = "neither was given" if options.task is None else "both were given"
+        raise ApproxError(f"Training needs examples: give either a task (--task) or text files (--text); {given}.")
+    limit = _limit(model, options.length)
+    if options.text is not None:
+        task, split = _texts(options.text, language, limit or 512)
+    else:
+        task = _task_of(options)
+        if task.head.is_of(type(model)):
+            task.adopt(model.config)
+        split = _split_of(task, options)
+    if labelled:
+        task.check(model)
+    elif task.input_name != model.main_input_name:
+        raise ApproxError(
+            f"{task.name} makes {task.input_name}, but a {type(model).__name__} takes {model.main_input_name}. Train it on a "
+            "task for its kind of input.",
+            Exit.UNSUPPORTED,
+        )
+    if options.min_length is not None:
+        split = _long_enough(task, split, processor, limit, options.min_length)
+    trained, held_out = _held_out(task, split, options.validation, options.seed)
+    rows, encodings = [], []
+    for number, example in enumerate(trained):
+        for window, encoding in enumerate(task.encode(example, processor, limit)):
+            if task.tokens(encoding):
+                rows.append((number, window))
+                encodings.append(encoding)
+    if not rows:
+        raise ApproxError(f"{task.name}: no training example has any tokens.", Exit.UNAVAILABLE)
+    return TrainingData(
+        task, replace(split, examples=trained), replace(split, examples=held_out), rows, encodings, labelled, limit,
+        processor, model.config,
+    )  # fmt: skip
+
+
+def _limit(model: Any, length: int | None) -> int | None:
+    most = positions.limit(model.config)
+    if length is not None and most is not None and length > most:
+        raise ApproxError(
+            f"Inputs of {length} tokens were asked for, but the model takes {most} positions. Convert it with --max-length "
+            f"{length} first."
+        )
+    return length or most
+
+
+def _task_of(options: FinetuneStage) -> Task:
+    task = open_task(options.task or "", **options.settings)
+    _refuse_reported(task, options)
+    return task
+
+
+def _split_of(task: Task, options: FinetuneStage) -> Split:
+    return task.load(None if options.data is None else Path(options.data), options.split, options.limit)
+
+
+def _texts(files: Sequence[str], language: str, length: int) -> tuple[Task, Split]:
+    # A window of English has about four characters per token.
+    stretch = 4 * length
+    task = (
+        open_task("mlm", window=length, stretch=stretch)
+        if language == "mlm"
+        else open_task("lm", window=length, stride=length - 1, stretch=stretch)
+    )
+    splits = [task.load(Path(file)) for file in files]
+    return task, Split("text", [example for split in splits for example in split.examples], subset=False)
+
+
+def _refuse_reported(task: Task, options: FinetuneStage) -> None:
+    """Refuse to train on a split used for reported scores, unless a setting selects a part of it."""
+    if options.split == "train" or (task.part_setting is not None and task.part_setting in options.settings):
+        return
+    raise ApproxError(
+        f"{task.name} would be trained on its split '{options.split}', which scores are reported on. Train on 'train', or choose "
+        "examples by the task's settings (such as the articles of squad) and evaluate on others.",
+        Exit.REFUSED,
+    )
+
+
+def _long_enough(task: Task, split: Split, processor: Any, limit: int | None, least: int) -> Split:
+    """The examples with an input of at least so many tokens."""
+    longest = [
+        max((task.tokens(encoding) for encoding in task.encode(example, processor, limit)), default=0)
+        for example in split.examples
+    ]
+    if max(longest) < least:
+        raise ApproxError(
+            f"{task.name}: no training example has the {least} tokens of --min-length; the longest has {max(longest)}.",
+            Exit.UNAVAILABLE,
+        )
+    kept = [example for example, tokens in zip(split.examples, longest, strict=True) if tokens >= least]
+    return replace(split, examples=kept)
+
+
+def _held_out(task: Task, split: Split, count: int, seed: int) -> tuple[list[Example], list[Example]]:
+    """Split off the examples that choose the best step: whole groups, at most a tenth; of a text, its end."""
+    examples = split.examples
+    if len(examples) < 2:
+        raise ApproxError(
+            f"{task.name}: {len(examples)} training example. At least two are needed, one of them to choose the best step.",
+            Exit.UNAVAILABLE,
+        )
+    count = max(1, min(count, len(examples) // 10))
+    if isinstance(task, Text) and all(example.group is None for example in examples):
+        return examples[:-count], examples[-count:]
+    groups: dict[tuple[str, str], list[int]] = {}
+    for number, example in enumerate(examples):
+        groups.setdefault(example.unit, []).append(number)
+    names = sorted(groups)
+    chosen: set[int] = set()
+    for place in np.random.default_rng(seed).permutation(len(names)):
+        chosen.update(groups[names[place]])
+        if len(chosen) >= count:
+            break
+    trained = [example for number, example in enumerate(examples) if number not in chosen]
+    held_out = [example for number, example in enumerate(examples) if number in chosen]
+    if not trained:
+        raise ApproxError(
+            f"{task.name}: its {len(examples)} training examples are of {len(names)} {task.groups.by}, so that none can be held out to "
+            "choose the best step. Give examples of more.",
+            Exit.UNAVAILABLE,
+        )
+    return trained, held_out
+
+
+def digest_of(options: FinetuneStage) -> str:
+    """Hash all examples that the options name, for keys of stages.
+
+    Raises:
+        ApproxError: if there are none.
+    """
+    if options.text is not None:
+        return hashlib.sha256(b"".join(Path(file).read_bytes() for file in options.text)).hexdigest()
+    return _sha256(_split_of(_task_of(options), options).examples)
+
+
+def overlap(options: FinetuneStage, evaluated: Sequence[Example]) -> int:
+    """Count the evaluation examples that are also training examples."""
+    if options.task is None:
+        return 0
+    trained = {_example_hash(example) for example in _split_of(_task_of(options), options).examples}
+    return sum(_example_hash(example) in trained for example in evaluated)
+
+
+def _example_hash(example: Example) -> str:
+    inputs = {name: str(value) for name, value in example.brief.items()}
+    return json.dumps([str(example.label), inputs], sort_keys=True)
+
+
+def _sha256(examples: Sequence[Example]) -> str:
+    digest = hashlib.sha256()
+    for example in examples:
+        digest.update(json.dumps([example.id, _example_hash(example)]).encode())
+    return digest.hexdigest()
+
+
+def tensors_to(device: torch.device, batch: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Move a batch to a device; floats (sounds) get the dtype of the model."""
+    return {name: x.to(device, dtype if x.is_floating_point() else None) for name, x in batch.items()}
+
 
 _COMPLETE = "complete.json"
 # Bytes of a file that is hashed.

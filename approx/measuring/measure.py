@@ -1,41 +1,272 @@
-"""Open checkpoints, measure their quality and speed, and make a record."""
+"""Open checkpoints and their variants, measure quality and speed side by side, and make a record that says what was measured."""
 
+import ast
 import copy
 import dataclasses
+import functools
+import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from transformers import PreTrainedModel
 
 from approx.checkpoints import checkpoint, families
+from approx.checkpoints.checkpoint import Checkpoint, Source, processor_of, state_sha256
+from approx.checkpoints.history import conversion, read_receipt
 from approx.conversion import surgery
+from approx.conversion.calibration import calibrate, calibration_batch, mechanisms
 from approx.errors import ApproxError, Exit
-from approx.evaluation import record, record_model
+from approx.evaluation import record
 from approx.evaluation.bench import Contender, bench, crossover
-from approx.evaluation.evaluate import Subject, evaluate
+from approx.evaluation.evaluate import Subject, default_folder, evaluate, fingerprint
 from approx.evaluation.options import BenchStage, EvaluateStage
-from approx.evaluation.prediction_cache import default_folder, fingerprint
 from approx.evaluation.quality import over_tasks
-from approx.evaluation.record_model import Quality, RecipeText, Record
-from approx.evaluation.record_speed import Speed
-from approx.evaluation.record_training import Trained
-from approx.evaluation.timing_inputs import image_inputs, sound_inputs, text_inputs
-from approx.measuring.decoding import decoders
-from approx.measuring.identity import computed_by, identity
+from approx.evaluation.record import Layer, Quality, RecipeText, Record, Speed, Trained, Variant
+from approx.evaluation.timing import image_inputs, sound_inputs, text_inputs
+from approx.measuring.prediction import compare, continued, decoders
 from approx.measuring.products import products_for
-from approx.measuring.reseeding import reseeding
-from approx.measuring.variants import variant_of
 from approx.planning import anatomy, positions
-from approx.planning.example_inputs import example_inputs, samples
+from approx.planning.plan import described
+from approx.planning.positions import example_inputs, samples
 from approx.recipe import BASE, CEILING, CHOICES
 from approx.seam.attention_free import attention_free
 from approx.seam.dispatch import fastest_exact
-from approx.tasks import Task, open_task
+from approx.tasks import open_task
 from approx.tasks.table import is_hub
+from approx.tasks.task import Split, Task
+from approx_kernels.cpu.compile import compiler_obstacle
+from approx_kernels.dispatch.findings import found, instructions
 from approx_kernels.dispatch.implementation import chosen_in
+
+
+def in_memory(model: Any, processor: Any, *, offline: bool = False, reads: bool = True) -> Checkpoint:
+    """Describe a model, stock or converted, as a checkpoint; the model is not copied.
+
+    Args:
+        model: A transformers model.
+        processor: Its tokenizer, feature extractor or processor, or the name of a folder or hub model that has one.
+        offline: Whether to use only local files and the hub's cache.
+        reads: Whether the model will read texts, sounds or images, which takes a processor.
+
+    Raises:
+        ApproxError: if it is not a transformers model, or the processor is missing, or something else.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise ApproxError(
+            f"A {type(model).__name__} cannot be measured. Pass the name of a checkpoint, or a model from from_pretrained, "
+            "without a wrapper."
+        )
+    if processor is None and reads:
+        raise ApproxError(
+            f"A {type(model).__name__} needs its tokenizer or processor. Pass it as 'processor', e.g. "
+            "AutoTokenizer.from_pretrained(…), or the folder that holds it."
+        )
+    if isinstance(processor, str | os.PathLike):
+        processor = processor_of(os.fspath(processor), type(model), offline=offline)
+    elif processor is not None and not callable(processor):
+        raise ApproxError(
+            f"'processor' is of type {type(processor).__name__}; a tokenizer, a processor or the name of a folder is needed. "
+            "Pass e.g. AutoTokenizer.from_pretrained(…)."
+        )
+    source = Source(
+        type(model).__name__,
+        # A path that contains no files.
+        Path(os.devnull),
+        None,
+        model.config.to_dict(),
+        model.config,
+        families.stock_class(type(model)),
+        families.is_converted(model),
+        processor,
+    )
+    weights = state_sha256(model)
+    if (adapters := getattr(model, "peft_config", None)) is not None:
+        # How strongly an adapter acts is in its config alone, and which one acts in the model.
+        about = {name: one.to_dict() for name, one in adapters.items()}
+        weights = fingerprint(weights, about, model.active_adapters())
+    return Checkpoint(source, model, weights)
+
+
+# Tokens of an input for models without a limit.
+_NO_LIMIT = 1024
+
+
+def variant_of(label: str, one: Checkpoint) -> Variant:
+    """Describe a model compared with the base: its layers, what they learned, and the receipt of its conversion."""
+    sites = (one.source.raw.get("approx") or {}).get("sites", {})
+    receipt = read_receipt(one.source.folder)
+    return Variant(
+        name=label,
+        layers=[
+            Layer(
+                **{
+                    key: part[key]
+                    for key in ("layer", *(["heads"] if "groups" in site else []), "mechanism", "settings")
+                },
+                **_spans(mechanism, one.model.config),
+            )
+            for path, site in sorted(sites.items(), key=lambda item: item[1]["layer"])
+            for part, mechanism in zip(described(site), _members(one.model, path), strict=True)
+        ],
+        # Of what was not converted there is nothing to verify.
+        verified=not one.source.converted or (receipt is not None and receipt.verified),
+        receipt=None if receipt is None else receipt.model_dump(mode="json"),
+        weights_sha256=one.weights_sha256,
+    )
+
+
+def _members(model: Any, path: str) -> list[Any]:
+    """The mechanism of a layer, or those of the groups of its heads."""
+    mechanism = model.base_model.get_submodule(path).mechanism
+    return list(getattr(mechanism, "groups", [mechanism]))
+
+
+def _spans(mechanism: Any, config: Any) -> dict[str, Any]:
+    spans = getattr(mechanism, "spans", None)
+    if spans is None:
+        return {}
+    length = positions.limit(config) or _NO_LIMIT
+    exact = type(mechanism)(
+        mechanism.heads, mechanism.head_dim, causal=mechanism.causal, scale=mechanism.scale,
+        **mechanism.exact_settings(length),
+    )  # fmt: skip
+    return {"spans": spans.tolist(), "operations": mechanism.flops(length) / exact.flops(length)}
+
+
+def reseeding(opened: Checkpoint, subject: Subject) -> Callable[[int], AbstractContextManager[Subject]] | None:
+    """A context manager that raises all seeds of a converted checkpoint; None if nothing in it is random.
+
+    Mechanisms that are fitted to a calibration batch start from random state, so they are fitted again. Afterwards all
+    tensors and seeds are restored.
+
+    Args:
+        opened: The checkpoint.
+        subject: The checkpoint as a subject of an evaluation.
+
+    Raises:
+        ApproxError: if mechanisms were fitted to the user's own text, which a checkpoint does not store.
+    """
+    if not opened.source.converted:
+        return None
+    model = opened.model
+    # Only mechanisms with random state have a seed.
+    drawing: list[Any] = [mechanism for mechanism in mechanisms(model) if hasattr(mechanism, "redraw")]
+    if not drawing:
+        return None
+    fitted = any(mechanism.needs_calibration for mechanism in drawing)
+    step = conversion(model.config.approx)
+    if fitted and (step is None or step.calibration is not None):
+        text = step.calibration if step else None
+        raise ApproxError(
+            f"The mechanisms of {subject.name} were fitted to {text.name if text else 'inputs'}, which the checkpoint does not "
+            "store, so they cannot be fitted with other seeds. Leave out --seeds, or convert without --calibrate.",
+            Exit.UNSUPPORTED,
+        )
+
+    @contextmanager
+    def reseeded(raised: int) -> Iterator[Subject]:
+        seeds = [mechanism.seed for mechanism in drawing]
+        kept = [{name: value.clone() for name, value in mechanism.state_dict().items()} for mechanism in drawing]
+        try:
+            with torch.no_grad():
+                for mechanism, seed in zip(drawing, seeds, strict=True):
+                    mechanism.redraw(seed + raised)
+            if fitted and step is not None:
+                calibrate(model, calibration_batch(opened.source, model, step.calibration_length).inputs, drawing)
+            identity = None if subject.identity is None else fingerprint(subject.identity, "seed", raised)
+            yield replace(subject, name=f"{subject.name}, seed + {raised}", identity=identity, reseeded=None)
+        finally:
+            for mechanism, seed, state in zip(drawing, seeds, kept, strict=True):
+                mechanism.seed = seed
+                mechanism.load_state_dict(state)
+
+    return reseeded
+
+
+_BESIDE_WEIGHTS = (".json", ".txt", ".model")
+_COMPUTES = ("checkpoints", "conversion", "evaluation", "measuring", "mechanisms", "planning", "seam", "tasks")
+
+
+def identity(opened: Checkpoint) -> str:
+    """Hash everything that the outputs of an opened checkpoint depend on.
+
+    The config includes the plan: every mechanism with its settings and seed. Random and calibrated state is among the
+    weights. The generation config decides what a model of speech or text writes.
+    """
+    model: Any = opened.model
+    config = {key: value for key, value in model.config.to_dict().items() if key != "_name_or_path"}
+    generation = getattr(model, "generation_config", None)
+    ways = None if generation is None else generation.to_dict()
+    versions = (torch.__version__, transformers.__version__, code())
+    return fingerprint(type(model).__name__, opened.weights_sha256, config, ways, str(model.dtype), versions)
+
+
+def computed_by(device: torch.device, *, fast_products: bool = False) -> str:
+    """What computes on a device: instruction set, C or PyTorch, and the implementations that a probe chose.
+
+    These round differently. They are not part of the identity, which is the same on every machine.
+    """
+    if device.type == "cuda":
+        computes = torch.cuda.get_device_name(device)
+    else:
+        computes = f"{instructions()}, {'PyTorch alone' if compiler_obstacle() else 'C'}"
+    ways = {subject: one.get("way") for subject, one in found(device.type).items()}
+    return computes + (f", {fingerprint(ways)}" if ways else "") + ", fast products" * fast_products
+
+
+def beside(folder: Path) -> str:
+    """Hash the files of a checkpoint's folder other than weights: config and tokenizer."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and path.suffix in _BESIDE_WEIGHTS:
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def examples_read(task: Task, split: Split) -> str:
+    """Hash a task's settings and its loaded examples, regardless of their location."""
+    rows = [(one.id, one.brief, one.label, one.group) for one in split.examples]
+    return fingerprint(task.name, vars(task), split.name, split.subset, rows)
+
+
+@functools.cache
+def code(rooms: tuple[str, ...] = _COMPUTES) -> str:
+    """Hash the code that results depend on, so that results of other code are not reused.
+
+    Commands, pipeline and publishing do not compute results and are left out, as are docstrings and comments.
+
+    Args:
+        rooms: Packages of approx to include, besides the kernels. Training is left out by default: no measurement of a
+            finished model depends on it.
+    """
+    hashed = hashlib.sha256()
+    for package, parts in (("approx", rooms), ("approx_kernels", ("",))):
+        spec = find_spec(package)
+        for place in map(Path, (spec.submodule_search_locations if spec else None) or ()):
+            for path in sorted(path for room in parts for path in (place / room).rglob("*") if path.is_file()):
+                if path.suffix in (".py", ".c", ".h"):
+                    source = path.read_bytes()
+                    computes = what_computes(source) if path.suffix == ".py" else source
+                    hashed.update(path.relative_to(place).as_posix().encode() + b"\0" + computes)
+    return hashed.hexdigest()
+
+
+def what_computes(source: bytes) -> bytes:
+    """The syntax tree of a Python source without docstrings; it has no comments and no line breaks."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            node.body = node.body[1:] if ast.get_docstring(node, clean=False) is not None else node.body
+    return ast.dump(tree).encode()
+
 
 Progress = Callable[[str, int, int], None]
 
@@ -249,7 +480,7 @@ def make_record(
         command=command,
         seed=seed,
         recipe=recipe,
-        checkpoint=record_model.Checkpoint(
+        checkpoint=record.Checkpoint(
             name=source.name,
             revision=source.revision,
             weights_sha256=base[1].weights_sha256,
@@ -308,3 +539,144 @@ def _path(data: str | None) -> Path | None:
 def _check_choice(what: str, given: str) -> None:
     if given not in CHOICES[what]:
         raise ApproxError(f"The {what} '{given}' is unknown; allowed are {', '.join(CHOICES[what])}.")
+
+
+def open_pair(
+    model: str | Any,
+    against: str | Any | None,
+    device: str,
+    dtype: str,
+    offline: bool,
+    processor: Any = None,
+    *,
+    reads: bool = True,
+    merge_adapter: bool = False,
+) -> dict[str, checkpoint.Checkpoint]:
+    """Open a model and the base to compare it with.
+
+    Args:
+        model: A folder, a hub model id, or `quickstart`; or a loaded model.
+        against: The base; by default the model's own weights under exact attention. None for a stock model opens it alone.
+        device: `auto`, `cpu` or `cuda`.
+        dtype: `auto` or the name of a torch dtype.
+        offline: Whether to use only local files and the hub's cache.
+        processor: The tokenizer or processor of a loaded model, or the folder that holds it.
+        reads: Whether loaded models will read inputs, which takes a processor.
+        merge_adapter: Whether an adapter of PEFT beside the weights, or one whose folder is given, is merged into them.
+
+    Returns:
+        `exact` -> the base, then the label of the model -> the model.
+
+    Raises:
+        ApproxError: if one cannot be loaded, or the base is converted.
+    """
+
+    def opened(label: str, one: str | Any) -> checkpoint.Checkpoint:
+        if not isinstance(one, str):
+            return in_memory(one, processor, offline=offline, reads=reads)
+        return open_all({label: one}, device, dtype, offline=offline, merge_adapter=merge_adapter)[label]
+
+    base, label = opened(BASE, model if against is None else against), label_of(model)
+    if base.source.converted:
+        if against is not None:
+            raise ApproxError(
+                f"--against {base.source.name} is converted itself. Name the exact checkpoint it was made from."
+            )
+        own = base if isinstance(model, str) else replace(base, model=copy.deepcopy(model))
+        base = under_exact_attention(own)
+    elif against is None:
+        return {BASE: base}
+    return {BASE: base, label: opened(label, model)}
+
+
+def with_extended_base(opened: Mapping[str, checkpoint.Checkpoint]) -> tuple[dict[str, checkpoint.Checkpoint], str]:
+    """Extend the position table of the base to that of what is compared with it, as `convert --max-length` does.
+
+    Returns:
+        The models, and a note for the record.
+
+    Raises:
+        ApproxError: if the base takes as long inputs already, or has no table that can be extended.
+    """
+    base = opened[BASE]
+    limits = [positions.limit(one.model.config) for one in opened.values()]
+    before, longest = limits[0], max((one for one in limits if one is not None), default=None)
+    if before is None or longest is None or longest <= before:
+        takes = "any length" if before is None else f"{before:,} positions"
+        raise ApproxError(
+            f"{base.source.name} takes {takes}, and nothing that is compared with it takes more. Leave out --extend-base."
+        )
+    positions.extendable(base.model.config, base.source.name, longest)
+    model = copy.deepcopy(base.model)
+    positions.resize(model, longest)
+    note = f"positions of {BASE} extended from {before:,} to {longest:,}"
+    return {**opened, BASE: replace(base, model=model)}, note
+
+
+def label_of(model: str | Any) -> str:
+    """Name of a model in tables and records: its path without the parent folders."""
+    label = Path(model).resolve().name if isinstance(model, str) else type(model).__name__
+    return label if label not in (BASE, CEILING) else f"{label} (converted)"
+
+
+def generate(
+    model: str | Any,
+    prompts: list[str],
+    *,
+    against: str | Any | None = None,
+    processor: Any = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    offline: bool = False,
+    merge_adapter: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """Continue prompts with a decoder and with its exact base.
+
+    Args:
+        model: A folder, a hub model id, or a loaded model, which keeps its device and dtype.
+        prompts: The texts to continue.
+        against: The base, as for `evaluate`.
+        processor: The tokenizer of a loaded model, or the folder that holds it.
+        device: `auto`, `cpu` or `cuda`.
+        dtype: `auto` or the name of a torch dtype.
+        offline: Whether to use only local files and the hub's cache.
+        merge_adapter: Whether an adapter of PEFT beside the weights, or one whose folder is given, is merged into them.
+        options: Options of `approx.measuring.prediction.continued`: max_new_tokens, sample, temperature, seed.
+
+    Returns:
+        `model`, and for each of the `prompts` the texts with their speed and cache, and the first token that differs.
+
+    Raises:
+        ApproxError: if a model does not continue a text, or a prompt does not fit it.
+    """
+    opened = open_pair(model, against, device, dtype, offline, processor, merge_adapter=merge_adapter)
+    return {"model": label_of(model), "prompts": continued(opened, prompts, **options)}
+
+
+def predict(
+    model: str | Any,
+    inputs: list[str],
+    *,
+    against: str | Any | None = None,
+    processor: Any = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    offline: bool = False,
+    merge_adapter: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """Predict from single inputs with a model and with its exact base.
+
+    Args: as for `generate`, and
+        inputs: Texts, or paths of .txt files, recordings or images.
+        options: Options of `approx.measuring.prediction.compare`: question, top.
+
+    Returns:
+        `model`, and for each of the `inputs` what every model predicts.
+
+    Raises:
+        ApproxError: if the head predicts nothing, or an input does not fit the model.
+    """
+    opened = open_pair(model, against, device, dtype, offline, processor, merge_adapter=merge_adapter)
+    return {"model": label_of(model), "inputs": [compare(opened, one, **options) for one in inputs]}

@@ -1,23 +1,281 @@
-"""Let several models read one text, recording or image, and put what they predict side by side."""
+"""Let several models read or continue one text, recording or image, and put what they predict side by side."""
 
-from collections.abc import Mapping
+import contextlib
+import copy
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.generation.streamers import BaseStreamer
 
 from approx.checkpoints import checkpoint
 from approx.errors import ApproxError, Exit
+from approx.evaluation.bench import Contender
 from approx.evaluation.evaluate import Subject, predict, prepare
 from approx.planning import positions
-from approx.recipe import BASE
+from approx.recipe import BASE, CEILING
+from approx.seam.attention_free import attention_free
+from approx.seam.dispatch import fastest_exact
+from approx.seam.transformers_internals import cache_keyword
 from approx.tasks import open_task
 from approx.tasks.images import Picture
 from approx.tasks.recording import Recording
 from approx.tasks.task import Example, Split
 from approx.tasks.transcription import RATE
 from approx.text_file import read_text
+
+
+class Decoder:
+    """Greedy decoding by one model, each time from a copy of the cache that holds the prompt.
+
+    Args:
+        model: A decoder of text.
+        new_tokens: Tokens to decode.
+        within: Context of all calls of the model, such as `attention_free`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        new_tokens: int,
+        within: Callable[[Any], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
+        self._model, self._new_tokens, self._within = model, new_tokens, within
+        self._inputs: Any = None
+        self._read: tuple[Tensor, Any] | None = None
+        self._cache: Any = None
+        self._bytes = 0
+
+    def begin(self, inputs: dict[str, Tensor]) -> None:
+        """Read the prompt `inputs["input_ids"]` [B, L], once for each object, and copy its cache."""
+        if self._read is None or inputs is not self._inputs:
+            self._read = None
+            cache = DynamicCache(config=self._model.config)
+            self._inputs, self._read = inputs, (self._generated(inputs["input_ids"], cache, 1), cache)
+        self._cache = copy.deepcopy(self._read[1])
+
+    def run(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Decode the new tokens; `begin` must precede every call.
+
+        Returns:
+            The prompt, the token after it, and the new tokens, [B, L + 1 + new].
+        """
+        if self._read is None or self._cache is None:
+            raise RuntimeError("`begin` must precede every `run`.")
+        ids = self._generated(self._read[0], self._cache, self._new_tokens)
+        self._bytes, self._cache = cache_bytes(self._cache), None
+        return ids
+
+    def cache_mb(self) -> float:
+        """Megabytes of the cache after the last token of the last `run`."""
+        return self._bytes / 1e6
+
+    def _generated(self, ids: Tensor, cache: Any, count: int) -> Tensor:
+        with self._within(self._model):
+            # No row ends early, so nothing is padded.
+            return self._model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=False,
+                num_beams=1, pad_token_id=0, **{cache_keyword(): cache},
+            )  # fmt: skip
+
+
+def decoders(models: Mapping[str, Any], new_tokens: int) -> list[Contender]:
+    """Contenders that decode: the first model is the base, in its own ways and without attention.
+
+    Raises:
+        ApproxError: if a model does not continue a text.
+    """
+    for model in models.values():
+        refuse(model)
+
+    def contender(name: str, decoder: Decoder, **role: Any) -> Contender:
+        return Contender(name, decoder.run, begin=decoder.begin, cache_mb=decoder.cache_mb, **role)
+
+    base = models[BASE]
+    own = Decoder(base, new_tokens)
+
+    def fastest(inputs: Any) -> Tensor:
+        with fastest_exact(base):
+            return own.run(inputs)
+
+    return [
+        contender(BASE, own, role="base"),
+        Contender("fastest way", fastest, "exact", begin=own.begin),
+        contender(CEILING, Decoder(base, new_tokens, attention_free), role="ceiling"),
+        *(contender(label, Decoder(model, new_tokens)) for label, model in models.items() if label != BASE),
+    ]
+
+
+def refuse(model: Any) -> None:
+    """Raise if a model does not continue a text.
+
+    Raises:
+        ApproxError: naming what it is.
+    """
+    causal = model.can_generate() and not model.config.is_encoder_decoder and model.main_input_name == "input_ids"
+    if not causal:
+        raise ApproxError(
+            f"A {type(model).__name__} does not continue a text. Only decoders with a language-modelling head do, such as "
+            "GPT-2 and Llama; for other models there are `approx predict` and `approx bench` without --mode.",
+            Exit.UNSUPPORTED,
+        )
+
+
+def cache_bytes(cache: Any) -> int:
+    """Bytes of the tensors in a KV cache of transformers, with the states and notes of converted layers."""
+    storages: dict[int, int] = {}
+
+    def visit(value: Any) -> None:
+        if isinstance(value, Tensor):
+            storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        elif isinstance(value, dict):
+            for each in value.values():
+                visit(each)
+
+    # The cache of an encoder-decoder holds one for each kind of attention.
+    parts = [part for name in ("self_attention_cache", "cross_attention_cache") if (part := getattr(cache, name, None))]
+    for one in parts or [cache]:
+        for layer in one.layers:
+            visit(vars(layer))
+    return sum(storages.values())
+
+
+class _Clock(BaseStreamer):
+    """Notes the time at which the prompt begins to be read, and that of every new token."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        """Note one more token."""
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Do nothing: the last token was noted."""
+
+
+def continued(
+    opened: Mapping[str, checkpoint.Checkpoint],
+    prompts: Sequence[str],
+    *,
+    max_new_tokens: int = 50,
+    sample: bool = False,
+    temperature: float = 1.0,
+    seed: int = 0,
+) -> list[dict[str, Any]]:
+    """Continue every prompt with every model, one after the other.
+
+    Args:
+        opened: Label -> checkpoint of a decoder; the first is the base of all others.
+        prompts: The texts to continue.
+        max_new_tokens: Maximum number of new tokens; a text may end earlier.
+        sample: Whether to draw tokens, with the other settings of the checkpoint, instead of taking the likeliest.
+        temperature: Temperature of the drawing.
+        seed: Seed of the drawing, the same for every model and prompt.
+
+    Returns:
+        For every prompt its `tokens`, by label the `continuations`, and by label of all but the base the first
+        `differences` from the base, or None. Times are of a single run.
+
+    Raises:
+        ApproxError: if a model does not continue a text, tokenizers differ, or a prompt is empty or too long.
+    """
+    for one in opened.values():
+        refuse(one.model)
+    ways: dict[str, Any] = {"do_sample": True, "temperature": temperature}
+    if not sample:
+        # What the checkpoint says about drawing has no meaning here, and transformers would warn about it.
+        ways = {"do_sample": False, "num_beams": 1, "temperature": None, "top_p": None, "top_k": None}
+    read = [_read(opened, prompt, max_new_tokens) for prompt in prompts]
+    results = []
+    for prompt, ids in zip(prompts, read, strict=True):
+        said = {}
+        for label, one in opened.items():
+            if not results:
+                # The first call compiles and allocates.
+                _continue(one, ids, min(2, max_new_tokens), ways, seed)
+            said[label] = _continue(one, ids, max_new_tokens, ways, seed)
+        tokenizer = checkpoint.processor(opened[BASE].source)
+        results.append(
+            {
+                "prompt": prompt,
+                "tokens": ids.shape[1],
+                "continuations": said,
+                "differences": {
+                    label: _difference(tokenizer, said[BASE]["tokens"], entry["tokens"])
+                    for label, entry in said.items()
+                    if label != BASE
+                },
+            }
+        )
+    return results
+
+
+def _read(opened: Mapping[str, checkpoint.Checkpoint], prompt: str, new: int) -> Tensor:
+    """The tokens of a prompt, [1, L], checked against every model."""
+    encoded = {label: checkpoint.processor(one.source)(prompt)["input_ids"] for label, one in opened.items()}
+    ids = encoded[BASE]
+    if not ids:
+        raise ApproxError("The prompt is empty, and there is no token to begin with. Give at least one word.")
+    for label, one in opened.items():
+        if encoded[label] != ids:
+            raise ApproxError(
+                f"The tokenizers of {label} and {BASE} differ. Compare a converted checkpoint with the base it was made from."
+            )
+        vocabulary, limit = one.model.config.get_text_config().vocab_size, positions.limit(one.model.config)
+        if max(ids) >= vocabulary:
+            raise ApproxError(
+                f"The prompt has token {max(ids)}, but the vocabulary of {one.source.name} is 0-{vocabulary - 1}: its "
+                "tokenizer belongs to another model. Put the model's own tokenizer into its folder.",
+                Exit.UNAVAILABLE,
+            )
+        if limit is not None and len(ids) + new > limit:
+            room = limit - len(ids)
+            remedy = f"at most {room} new tokens (--max-new-tokens {room})" if room > 0 else "a shorter prompt"
+            raise ApproxError(
+                f"The prompt has {len(ids)} tokens and {new} more were asked for, but {one.source.name} takes {limit} "
+                f"positions. Use {remedy}, or convert with --max-length {len(ids) + new}."
+            )
+    return torch.tensor([ids])
+
+
+def _continue(one: checkpoint.Checkpoint, ids: Tensor, new: int, ways: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    tokenizer, clock = checkpoint.processor(one.source), _Clock()
+    ids = ids.to(one.model.device)
+    with torch.random.fork_rng(), torch.inference_mode():
+        torch.manual_seed(seed)
+        done = one.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, streamer=clock, return_dict_in_generate=True,
+            pad_token_id=tokenizer.pad_token_id or 0, **ways,
+        )  # fmt: skip
+    made = done.sequences[0, ids.shape[1] :].tolist()
+    begun, first, *later = clock.times
+    return {
+        "text": tokenizer.decode(made),
+        "tokens": made,
+        "first_token_ms": (first - begun) * 1e3,
+        "tokens_per_second": len(later) / (later[-1] - first) if later else None,
+        "cache_mb": cache_bytes(done[cache_keyword()]) / 1e6,
+    }
+
+
+def _difference(tokenizer: Any, base: Sequence[int], other: Sequence[int]) -> dict[str, Any] | None:
+    """The first place, counted from 1, where two texts have different tokens; None if they are equal.
+
+    Where one text ended, its token is None.
+    """
+    if list(base) == list(other):
+        return None
+    place = next((n for n, pair in enumerate(zip(base, other, strict=False)) if len(set(pair)) > 1), None)
+    place = min(len(base), len(other)) if place is None else place
+    words = [tokenizer.decode(ids[place : place + 1]) if place < len(ids) else None for ids in (base, other)]
+    return {"token": place + 1, "base": words[0], "own": words[1]}
+
 
 # Main input and ending of the class's name -> what transformers' pipeline for it is called.
 _PIPELINES = {

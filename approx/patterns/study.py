@@ -10,10 +10,10 @@ import torch
 from approx.errors import ApproxError, Exit
 from approx.evaluation.bench import Contender, bench
 from approx.evaluation.options import BenchStage
-from approx.evaluation.record_speed import Speed
+from approx.evaluation.record import Speed
 from approx.patterns import Pattern, figures
 from approx.publishing.patterns import flow_picture, steps_picture
-from approx.publishing.pictures import write_pictures
+from approx.publishing.plots import write_pictures
 from approx_kernels.dispatch.implementation import chosen_in
 
 # The attention of one layer of BERT base.

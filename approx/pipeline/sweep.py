@@ -11,17 +11,14 @@ from approx.checkpoints.atomic_folder import claim, held, refuse_unclaimed
 from approx.errors import ApproxError, Exit
 from approx.evaluation import record
 from approx.evaluation.bench import crossover
-from approx.evaluation.record_model import RecipeText, Record
+from approx.evaluation.record import RecipeText, Record
 from approx.grid import Grid
 from approx.measuring.measure import Progress, silent
-from approx.pipeline.executors import Executor
-from approx.pipeline.preflight import check
-from approx.pipeline.stages import Study, measured
-from approx.pipeline.store import Stage, Store, complete
-from approx.planning.plan import Plan
-from approx.planning.seeding import seeded
+from approx.pipeline.run import Study, check, measured
+from approx.pipeline.store import Executor, Stage, Store, complete
+from approx.planning.plan import Plan, seeded
 from approx.publishing import sweep as tables
-from approx.publishing.sweep_rows import Cell, Results, collect, machine, same_task
+from approx.publishing.sweep import Cell, Results, collect, machine, same_task
 from approx.recipe import slug
 from approx_kernels.runtime.atomic_file import write_whole
 

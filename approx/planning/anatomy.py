@@ -1,8 +1,9 @@
-"""Locate a model's attention by observing a forward pass on the meta device, instead of a table of families."""
+"""Locate a model's attention, and count what it computes, by observing a forward pass on the meta device instead of a table of families."""
 
 import copy
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -11,18 +12,122 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from approx.errors import ApproxError, Exit, did_you_mean
 from approx.planning import positions
-from approx.planning.example_inputs import example_inputs, seconds_per_position
-from approx.planning.footprint import Footprint, Held, Moment, highest, observed
+from approx.planning.positions import example_inputs, seconds_per_position
 from approx.seam.attention_free import values_only
 from approx.seam.masks import is_causal
 from approx.seam.transformers_internals import backbone_of, can_switch_attention, temporary_attention
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Bytes held at one moment of a forward pass; linear in the number of positions.
+
+    Attributes:
+        fixed: Bytes that are independent of the length.
+        per_position: Bytes per position.
+    """
+
+    fixed: float
+    per_position: float
+
+    def bytes(self, length: int) -> float:
+        """Bytes held if the input has `length` positions."""
+        return self.fixed + self.per_position * length
+
+    @classmethod
+    def through(cls, lengths: tuple[int, int], held: tuple[int, int]) -> "Moment":
+        """The moment that holds these bytes at these two lengths."""
+        slope = (held[1] - held[0]) / (lengths[1] - lengths[0])
+        return cls(held[0] - slope * lengths[0], slope)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a forward pass of one sequence holds beside the weights and its inputs, in the dtype of the model.
+
+    Attributes:
+        outside: The moments outside attention that may be its peak.
+        layers: What is held when each self-attention layer begins, with its output.
+    """
+
+    outside: tuple[Moment, ...]
+    layers: tuple[Moment, ...]
+
+    def peak(self, length: int, needed: Iterable[int]) -> int:
+        """The most bytes held at once.
+
+        Args:
+            length: Positions of the sequence.
+            needed: Temporaries of each self-attention layer in bytes.
+        """
+        within = (layer.bytes(length) + bytes for layer, bytes in zip(self.layers, needed, strict=True))
+        return round(max([*(moment.bytes(length) for moment in self.outside), *within]))
+
+
+class Held(TorchDispatchMode):
+    """While active, follows how many bytes the tensors occupy that were created since, also on the meta device.
+
+    Attributes:
+        now: Bytes at present.
+        moments: Bytes after each allocation.
+        draws: Whether random numbers were drawn.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0
+        self.draws = False
+        self.moments: list[int] = []
+        self._alive: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.draws |= torch.Tag.nondeterministic_seeded in func.tags  # type: ignore[attr-defined]  # every operator has tags
+        before = {storage._cdata for storage in _storages((args, kwargs))}
+        for storage in _storages(out):
+            if storage._cdata not in before and storage._cdata not in self._alive:
+                self._hold(storage)
+        return out
+
+    def _hold(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+
+        def released(_: Any) -> None:
+            self.now -= size
+            del self._alive[key]
+
+        self._alive[key] = weakref.ref(storage, released)
+        self.now += size
+        self.moments.append(self.now)
+
+
+def _storages(values: Any) -> Iterable[torch.UntypedStorage]:
+    return (value.untyped_storage() for value in tree_iter(values) if isinstance(value, Tensor))
+
+
+def observed(lengths: tuple[int, int], shorter: Sequence[int], longer: Sequence[int]) -> Iterator[Moment]:
+    """The moments of two runs; those of the longer one, as proportional to its length, if an operation more sets them apart."""
+    if len(shorter) != len(longer):
+        return (Moment(0, held / lengths[1]) for held in longer)
+    return (Moment.through(lengths, held) for held in zip(shorter, longer, strict=True))
+
+
+def highest(moments: Iterable[Moment]) -> tuple[Moment, ...]:
+    """Those moments that no other one exceeds at every length."""
+    kept: list[Moment] = []
+    for moment in sorted(set(moments), key=lambda one: (one.per_position, one.fixed), reverse=True):
+        if not kept or moment.fixed > kept[-1].fixed:
+            kept.append(moment)
+    return tuple(kept)
+
 
 _PROBE_LENGTH = 48
 # Keywords that families pass to their attention but that do not change its result.

@@ -7,8 +7,8 @@ from approx.mechanisms import MECHANISMS
 from approx.mechanisms.head_groups import HeadGroups
 from approx.mechanisms.mechanism import Mechanism
 from approx.planning.anatomy import Anatomy, Site
+from approx.planning.plan import parse_heads
 from approx.planning.rule import Rule
-from approx.planning.selection import parse_heads
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,274 @@
-"""The plots of the report: speed against length with the ceiling, quality against speed."""
+"""The plots of a report: speed against length with the ceiling, quality against speed, spans, and training curves."""
 
+import io
+import re
 import zlib
 from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-from markupsafe import Markup
+import matplotlib
+from markupsafe import Markup, escape
 from matplotlib.axes import Axes
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from approx.evaluation.record_model import Quality, Record
-from approx.evaluation.record_speed import Ratio, Speed
+from approx.errors import ApproxError, Exit
+from approx.evaluation.record import Layer, Quality, Ratio, Record, Speed, Trained, Variant
 from approx.publishing import wording
-from approx.publishing.drawing import INK, draw
 from approx.publishing.summary import longest_input, standing, variant_of
+from approx_kernels.runtime.atomic_file import write_whole
+
+# Placeholders that matplotlib can draw with, replaced by CSS colours.
+INK, FAINT = "#010203", "#040506"
+_PAGE_COLOURS = {INK: "currentColor", FAINT: "var(--faint)"}
+# Inches of a line of the legend, beyond those that every size allows for.
+_LEGEND_COLUMNS, _LEGEND_LINE, _LEGEND_FREE = 2, 0.2, 4
+_SETTINGS: dict[Any, Any] = {
+    "svg.fonttype": "path",
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    # A dollar sign in a name does not start a formula.
+    "text.parse_math": False,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.edgecolor": INK,
+    "grid.color": FAINT,
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
+}
+
+
+def draw(identity: str, description: str, paint: Callable[[Axes], None], inches: tuple[float, float]) -> Markup:
+    """Draw one plot with its legend below.
+
+    Args:
+        identity: Unique in the page; prefix of all ids in the drawing.
+        description: Alternative text.
+        paint: Draws on the axes.
+        inches: Width and height; the page scales the drawing, so a smaller one has larger text.
+    """
+    with matplotlib.rc_context():
+        # A user's own matplotlibrc must not change the report.
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update({**_SETTINGS, "svg.hashsalt": identity})
+        figure = Figure(figsize=inches, layout="constrained")
+        FigureCanvasSVG(figure)
+        figure.patch.set_visible(False)
+        axes = figure.add_subplot()
+        axes.patch.set_visible(False)
+        paint(axes)
+        if entries := axes.get_legend_handles_labels()[0]:
+            # The legend gets room of its own, so that it does not shrink the plot.
+            lines = -(-len(entries) // _LEGEND_COLUMNS)
+            figure.set_size_inches(inches[0], inches[1] + _LEGEND_LINE * max(lines - _LEGEND_FREE, 0))
+            figure.legend(loc="outside lower center", ncols=_LEGEND_COLUMNS, fontsize=8.5)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    return _for_the_page(buffer.getvalue(), identity, description)
+
+
+def _for_the_page(text: str, identity: str, description: str) -> Markup:
+    """Adapt the SVG to the page: no prologue, no comments, unique ids, the page's colours."""
+    text = re.sub(r"<!--.*?-->\s*", "", text, flags=re.DOTALL)
+    text = text[text.index("<svg") :].replace("xlink:href", "href")
+    text = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{identity}-", text)
+    for stand_in, colour in _PAGE_COLOURS.items():
+        text = text.replace(stand_in, colour)
+    view = re.search(r'viewBox="[^"]*"', text)
+    assert view is not None
+    head = f'<svg {view[0]} role="img" aria-label="{escape(description)}">'
+    # Safe as markup: only numbers, ids and outlines are left, since text is outlines and comments are removed.
+    return Markup(head + text[text.index(">") + 1 :].strip())
+
+
+_COLUMNS = 2
+_COLOURS = LinearSegmentedColormap.from_list("spans", ["#2f7fd622", "#2f7fd6"])
+
+
+def spans_table(variants: list[Variant]) -> list[dict[str, str]]:
+    """Lay out the spans of each variant that has any: mean, shortest and longest in tokens, and operations."""
+    rows = []
+    for name, layers in _with_spans(variants):
+        spans = [span for layer in layers for span in layer.spans or []]
+        shares = [layer.operations for layer in layers if layer.operations is not None]
+        rows.append(
+            {
+                "name": name,
+                "mean": wording.decimal(sum(spans) / len(spans), 1),
+                "shortest": wording.decimal(min(spans), 0),
+                "longest": wording.decimal(max(spans), 0),
+                "operations": wording.percent(sum(shares) / len(shares), 1) if shares else wording.NOTHING,
+            }
+        )
+    return rows
+
+
+def spans_figure(variants: list[Variant], identity: str) -> Markup | None:
+    """Draw the span of each head, a row per layer, in one panel per variant; None if no variant has spans.
+
+    Args:
+        variants: The variants of a record.
+        identity: Unique in the page.
+    """
+    shown = _with_spans(variants)
+    if not shown:
+        return None
+    longest = max(span for _, layers in shown for layer in layers for span in layer.spans or [])
+    deepest = max(len(layers) for _, layers in shown)
+    lines = -(-len(shown) // _COLUMNS)
+
+    def paint(axes: Axes) -> None:
+        axes.set_axis_off()
+        for number, (name, layers) in enumerate(shown):
+            line, column = divmod(number, _COLUMNS)
+            place = (column / _COLUMNS + 0.06, 1 - (line + 0.82) / lines, 0.84 / _COLUMNS, 0.68 / lines)
+            panel = axes.inset_axes(place)
+            panel.patch.set_visible(False)
+            panel.grid(False)
+            for row, layer in enumerate(layers):
+                spans = layer.spans or []
+                panel.pcolormesh(
+                    range(len(spans) + 1), [row, row + 1], [spans], cmap=_COLOURS, vmin=0, vmax=max(longest, 1)
+                )
+                for head, span in enumerate(spans):
+                    panel.text(head + 0.5, row + 0.5, f"{span:.0f}", ha="center", va="center", fontsize=7)
+            panel.set_ylim(deepest, 0)
+            panel.set_yticks([row + 0.5 for row in range(len(layers))], [str(layer.layer) for layer in layers])
+            heads = max(len(layer.spans or []) for layer in layers)
+            panel.set_xticks([head + 0.5 for head in range(heads)], [str(head) for head in range(heads)])
+            panel.tick_params(length=0, labelsize=7.5)
+            panel.set_xlabel("head")
+            panel.set_ylabel("layer")
+            panel.set_title(name, fontsize=8.5, color=INK)
+
+    return draw(
+        identity,
+        "Learned span of each head, in tokens, a row per layer. The means are in the table beside it.",
+        paint,
+        (7.2, lines * (0.95 + 0.27 * deepest)),
+    )
+
+
+def _with_spans(variants: list[Variant]) -> list[tuple[str, list[Layer]]]:
+    held = [(variant.name, [layer for layer in variant.layers if layer.spans]) for variant in variants]
+    return [(name, layers) for name, layers in held if layers]
+
+
+def training_table(trained: Trained) -> dict[str, Any]:
+    """Lay out one training: a row per mode, and the scores of held-out training examples."""
+    scores = [
+        ("exact attention, before training", trained.exact),
+        ("before", trained.before),
+        ("after", trained.after),
+    ]
+    return {
+        "name": trained.name,
+        "measure": trained.measure,
+        "examples": wording.count(trained.examples),
+        "held_out": wording.count(trained.held_out),
+        "approximated": None if trained.approximated is None else wording.percent(trained.approximated),
+        "scores": [(name, wording.decimal(value, 4)) for name, value in scores if value is not None],
+        "rows": [
+            {
+                "mode": phase.mode,
+                "steps": wording.count(phase.steps),
+                "best_step": wording.count(phase.best_step),
+                "parameters": wording.count(phase.parameters),
+                "tokens": wording.count(phase.tokens),
+                "time": wording.duration(phase.seconds),
+                "ended": wording.ENDED.get(phase.ended, phase.ended),
+            }
+            for phase in trained.phases
+        ],
+    }
+
+
+def training_figure(trained: Trained, colour: str, identity: str) -> Markup | None:
+    """Draw the loss of each mode against its steps, and below it the measure that chose the best step.
+
+    Returns None if nothing was trained, because the budget was met already.
+
+    Args:
+        trained: An entry of "trainings".
+        colour: Colour of the variant.
+        identity: Unique in the page.
+    """
+    phases = trained.phases
+    if not phases:
+        return None
+
+    def paint(axes: Axes) -> None:
+        axes.set_axis_off()
+        for number, phase in enumerate(phases):
+            width = 1 / len(phases)
+            loss = axes.inset_axes((number * width + 0.09, 0.56, width - 0.12, 0.36))
+            value = axes.inset_axes((number * width + 0.09, 0.08, width - 0.12, 0.36), sharex=loss)
+            for part, key, label in (
+                (loss, "loss", "training loss"),
+                (value, "validation", f"held-out {phase.measure}"),
+            ):
+                part.patch.set_visible(False)
+                points = [(point.step, held) for point in phase.curve if (held := getattr(point, key)) is not None]
+                if points:
+                    steps, values = zip(*points, strict=True)
+                    part.plot(
+                        steps,
+                        values,
+                        color=colour,
+                        linewidth=1.4,
+                        # A line of one point would not be seen.
+                        marker="o" if key == "validation" or len(points) == 1 else None,
+                        markersize=3,
+                    )
+                part.set_ylabel(label)
+                part.yaxis.set_major_locator(MaxNLocator(4))
+                part.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+                part.xaxis.set_major_formatter(FuncFormatter(lambda step, _: wording.count(int(step))))
+            value.axvline(phase.best_step, color=colour, linewidth=0.8, linestyle=":")
+            loss.set_title(phase.mode, fontsize=9)
+            loss.tick_params(labelbottom=False)
+            value.set_xlabel("steps")
+
+    modes = " and ".join(phase.mode for phase in phases)
+    title = f"Training of {trained.name}: loss and held-out {phases[-1].measure} against steps, of {modes}."
+    return draw(
+        identity,
+        f"{title} A dotted line marks the step whose weights were kept.",
+        paint,
+        (3.6 * len(phases) + 1.2, 4.4),
+    )
+
+
+def write_pictures(pictures: dict[str, dict[str, bytes]], folder: Path) -> list[Path]:
+    """Write pictures into a folder, each file atomically.
+
+    Args:
+        pictures: Name -> suffix -> content.
+        folder: Created if missing; older pictures of these names are replaced.
+
+    Returns:
+        The written files.
+
+    Raises:
+        ApproxError: if the folder cannot be written.
+    """
+    written = []
+    try:
+        for name, files in pictures.items():
+            for suffix, file in files.items():
+                write_whole(folder / f"{name}{suffix}", file)
+                written.append(folder / f"{name}{suffix}")
+    except OSError as error:
+        raise ApproxError(f"Pictures cannot be written to {folder}: {error.strerror}.", Exit.UNAVAILABLE) from None
+    return written
+
 
 # The colour of each mechanism; all are legible on white and on near-black.
 COLOURS = {

@@ -1,12 +1,147 @@
-"""The summary of each variant: is it worth using? Everything comes from the record."""
+"""The summary of each variant: is it worth using? Everything comes from records, joined where they are of the same models."""
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from approx.evaluation.record_model import Quality, QualityVariant, Record, Variant
-from approx.evaluation.record_speed import BUSY, Speed, SpeedVariant
+from approx.errors import ApproxError
+from approx.evaluation.record import BUSY, Quality, QualityVariant, Record, Speed, SpeedVariant, Variant
 from approx.publishing import wording
+
+# What speeds depend on; records whose machines differ in it stay apart.
+_MACHINE = ("processor", "cores", "threads", "gpu", "platform", "python", "torch", "triton")
+
+
+def joined(records: Sequence[Record]) -> list[Record]:
+    """Join records of the same models, where they can stand in one section.
+
+    Models are the same if their weights and plans are, whatever their names.
+
+    Raises:
+        ApproxError: if a record is there twice.
+    """
+    made: list[Record] = []
+    for number, record in enumerate(records):
+        if record in records[:number]:
+            raise ApproxError(f"The record '{record.title}' was given twice. Give each record once.")
+        place = len(made)
+        # What a record has grown to may fit one that it did not fit before.
+        while (found := next((n for n, other in enumerate(made) if not hindrance(other, record)), None)) is not None:
+            place, record = found, _join(made.pop(found), record)
+        made.insert(place, record)
+    return made
+
+
+def apart(records: Sequence[Record]) -> list[list[str]]:
+    """Why each record shares its section with none of the others: a sentence for each reason."""
+    told = []
+    for one in records:
+        reasons: dict[str, list[str]] = {}
+        for other in records:
+            if other is not one and (reason := hindrance(one, other)):
+                reasons.setdefault(reason, []).append(other.title)
+        told.append([f"Apart from {'; '.join(titles)}: {reason}." for reason, titles in reasons.items()])
+    return told
+
+
+def hindrance(one: Record, other: Record) -> str | None:
+    """Why two records cannot share a section; None if they can."""
+    names = same_models(one, other)
+    if not names:
+        return _no_model(one, other)
+    if len(names) < min(len(one.variants), len(other.variants)):
+        return f"only {', '.join(names)} has the same weights and plan in both"
+    if {variant.name for variant in other.variants if variant.name not in names} & {one.name for one in one.variants}:
+        return "they give one name to different models"
+    if (one.checkpoint.family, one.checkpoint.layers) != (other.checkpoint.family, other.checkpoint.layers):
+        return "their bases differ"
+    bases = one.checkpoint.weights_sha256, other.checkpoint.weights_sha256
+    if one.quality and other.quality and bases[0] != bases[1]:
+        return "their scores are compared with different bases"
+    if twice := {_examples(task) for task in one.quality} & {_examples(task) for task in other.quality}:
+        return f"both have scores of {min(twice)[0]}"
+    if one.speed and other.speed and not same_machine(one, other):
+        return "their speeds are of different machines or versions"
+    if again := {_setting(row) for row in one.speed} & {_setting(row) for row in other.speed}:
+        return f"both have speeds at {wording.count(min(again)[-1])} tokens"
+    return None
+
+
+def same_models(one: Record, other: Record) -> dict[str, str]:
+    """Names of the models of `other` -> those of `one`, for models with the same weights and plan."""
+    known = {_model(variant, one): variant.name for variant in one.variants}
+    return {variant.name: known[key] for variant in other.variants if (key := _model(variant, other)) in known}
+
+
+def same_machine(one: Record, other: Record) -> bool:
+    """Whether the speeds of two records can be compared."""
+    return all(one.environment.get(key) == other.environment.get(key) for key in _MACHINE)
+
+
+def _model(variant: Variant, record: Record) -> str:
+    return _weights(variant, record) + _plan(variant)
+
+
+def _weights(variant: Variant, record: Record) -> str:
+    # Older records know the weights of the base only.
+    return variant.weights_sha256 or record.checkpoint.weights_sha256 or f"unknown, of record {id(record)}"
+
+
+def _plan(variant: Variant) -> str:
+    plan = [layer.model_dump(include={"layer", "heads", "mechanism", "settings"}) for layer in variant.layers]
+    return json.dumps(plan, sort_keys=True)
+
+
+def _no_model(one: Record, other: Record) -> str:
+    if not one.variants or not other.variants:
+        return "one of them has no converted model"
+    plans = [{_plan(variant) for variant in record.variants} for record in (one, other)]
+    weights = [{_weights(variant, record) for variant in record.variants} for record in (one, other)]
+    if plans[0] & plans[1]:
+        return "their models have the same plan, but not the same weights"
+    if weights[0] & weights[1]:
+        return "their models have the same weights, but not the same plan"
+    return "their models have other weights and another plan"
+
+
+def _examples(task: Quality) -> tuple[Any, ...]:
+    return task.task, task.split, task.examples, task.details
+
+
+def _setting(row: Speed) -> tuple[Any, ...]:
+    return row.device, row.dtype, row.threads, row.batch, row.mode, row.inputs, row.fast_products, row.length
+
+
+def _join(one: Record, other: Record) -> Record:
+    names = same_models(one, other)
+
+    def renamed(part: Any) -> Any:
+        return part.model_copy(update={"name": names.get(part.name, part.name)})
+
+    def with_names(part: Any) -> Any:
+        return part.model_copy(update={"variants": [renamed(entry) for entry in part.variants]})
+
+    # The machine matters for speeds, which scores hardly depend on; the base for scores.
+    timed = other if other.speed and not one.speed else one
+    scored = other if other.quality and not one.quality else one
+    added = [renamed(variant) for variant in other.variants if variant.name not in names]
+    return one.model_copy(
+        update={
+            "title": "; ".join(dict.fromkeys((one.title, other.title))),
+            "notice": " ".join(dict.fromkeys(text for text in (one.notice, other.notice) if text)) or None,
+            "command": "\n".join(dict.fromkeys((one.command, other.command))),
+            "recipe": one.recipe or other.recipe,
+            "checkpoint": scored.checkpoint,
+            "variants": [*one.variants, *added],
+            "quality": [*one.quality, *map(with_names, other.quality)],
+            "speed": [*one.speed, *map(with_names, other.speed)],
+            "crossover": [*one.crossover, *map(renamed, other.crossover)],
+            "trainings": [*one.trainings, *(new for new in map(renamed, other.trainings) if new not in one.trainings)],
+            "environment": timed.environment,
+        }
+    )
+
 
 # Where a variant is worth more than exact attention.
 PAYS = ("faster", "exact out of memory")
@@ -182,3 +317,145 @@ def _beyond_quality(tasks: list[Quality], groups: list[list[Speed]]) -> str | No
         f"Quality was measured on inputs of fewer than {wording.count(max(ends))} tokens, speed at up to "
         f"{wording.count(max(timed))}: the quality on longer inputs is unknown."
     )
+
+
+Tested = tuple[Quality, QualityVariant]
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to do with one variant.
+
+    Attributes:
+        name: Name of the variant.
+        decision: `use`, `do not use`, `stay exact` or `not settled`.
+        reason: Why, and for `use` where.
+        gain: For `use` its speed at the longest length.
+    """
+
+    name: str
+    decision: str
+    reason: str
+    gain: float = 1.0
+
+    @property
+    def sentence(self) -> str:
+        """The advice in one line."""
+        joint = " " if self.decision == "use" else ": "
+        return f"{self.name}: {self.decision}{joint}{self.reason}."
+
+
+def advice(record: Record) -> list[Advice]:
+    """What to do with every converted variant of a record."""
+    return [_advice(variant, record) for variant in record.variants if variant.layers]
+
+
+def recommendation(record: Record) -> list[str]:
+    """The first lines of a report: which variant is best, then the advice on each."""
+    given = advice(record)
+    if len(given) < 2:
+        return [one.sentence for one in given]
+    usable = [one for one in given if one.decision == "use"]
+    if usable:
+        best = max(usable, key=lambda one: one.gain)
+        head = f"Best: {best.sentence}"
+        rest = [one for one in given if one is not best]
+    else:
+        settled = all(one.decision != "not settled" for one in given)
+        head = (
+            "Stay exact: no variant is both faster and good enough."
+            if settled
+            else "Nothing is recommended yet: no variant is known to be both faster and good enough."
+        )
+        rest = given
+    return [head, *(one.sentence for one in rest)]
+
+
+def _advice(variant: Variant, record: Record) -> Advice:
+    name = variant.name
+    tasks = [(task, entry) for task in record.quality if (entry := variant_of(task.variants, name))]
+    groups = [rows for rows in speed_groups(record.speed) if any(variant_of(row.variants, name) for row in rows)]
+    lost = [(task, entry) for task, entry in tasks if entry.verdict == "loss beyond margin"]
+    if lost:
+        return Advice(name, "do not use", _lost(lost))
+    if not variant.verified:
+        return Advice(name, "do not use", "the checks of its conversion failed or were not run")
+    starts = [(rows, start) for rows in groups if (start := worthwhile_from(rows, name)) is not None]
+    kinds = {standing(row, variant_of(row.variants, name)) for rows in groups for row in rows}
+    if kinds - {BUSY, "not measured"} and not starts:
+        return Advice(name, "stay exact", _no_gain(groups, name))
+    pays = f"it is faster {_where(starts, groups)}" if starts else ""
+    unknown = [_unknown_quality(tasks, starts), "" if starts else _unknown_speed(kinds)]
+    if any(unknown):
+        return Advice(name, "not settled", "; ".join(part for part in (pays, _kept(tasks), *unknown) if part))
+    gain = _gain(starts, name)
+    return Advice(name, "use", f"{_where(starts, groups)} ({wording.times(gain)}): {_kept(tasks)}", gain)
+
+
+def _lost(tasks: list[Tested]) -> str:
+    """It loses 88.0 ± 4.0 points of accuracy on needle, beyond the margin of 1.0 points: the largest loss, in margins."""
+    task, entry = max(tasks, key=lambda one: abs(one[1].difference) / (one[1].margin or 1e-9))
+    more = f" (worst of {len(tasks)} evaluations)" if len(tasks) > 1 else ""
+    chance = f", and scores no better than chance ({wording.score(task.chance, task)})" if entry.at_chance else ""
+    return f"it {wording.loss(entry, task)} on {task.task}{more}, beyond the margin of {wording.margin(entry, task)}{chance}"
+
+
+def _kept(tasks: list[Tested]) -> str:
+    """The quality where it is known: no loss on glue/sst2 at a margin of 0.5 points."""
+    kept = [
+        f"{entry.verdict} on {task.task} at a margin of {wording.margin(entry, task)}"
+        for task, entry in tasks
+        if entry.verdict in ("no loss", "loss within margin") and not task.base.at_chance
+    ]
+    return "; ".join(dict.fromkeys(kept))
+
+
+def _unknown_quality(tasks: list[Tested], starts: list[tuple[list[Speed], int]]) -> str:
+    """What is not known of its quality; empty if it is settled."""
+    if not tasks:
+        return "its quality was not measured"
+    for task, entry in tasks:
+        if task.base.at_chance:
+            return (
+                f"exact attention itself scores no better than chance on {task.task} "
+                f"({wording.score(task.chance, task)}), so no loss could show"
+            )
+        if entry.verdict not in ("no loss", "loss within margin"):
+            return f"its quality on {task.task} is {wording.verdict(entry, task)}"
+    ends = [longest_input(task) for task, _ in tasks]
+    known = [end for end in ends if end is not None]
+    if starts and len(known) == len(ends) and max(known) <= min(start for _, start in starts):
+        return f"its quality was measured on inputs of fewer than {wording.count(max(known))} tokens only"
+    return ""
+
+
+def _unknown_speed(kinds: set[str]) -> str:
+    return "its speed is " + BUSY if BUSY in kinds else "its speed was not measured"
+
+
+def _where(starts: list[tuple[list[Speed], int]], groups: list[list[Speed]]) -> str:
+    """At 1,024 tokens and above; with the setting if several were measured."""
+    parts = []
+    for rows, start in starts:
+        first = start == rows[0].length
+        at = "at every measured length" if first else f"at {wording.count(start)} tokens and above"
+        parts.append(at + (f" on {wording.setting(rows[0])}" if len(groups) > 1 else ""))
+    return ", ".join(parts)
+
+
+def _no_gain(groups: list[list[Speed]], name: str) -> str:
+    longest = max(row.length for rows in groups for row in rows)
+    lasting = any(standing(row, variant_of(row.variants, name)) in PAYS for rows in groups for row in rows)
+    if lasting:
+        return f"its gain does not last to the longest measured length, {wording.count(longest)} tokens"
+    return f"no gain at any measured length, up to {wording.count(longest)} tokens"
+
+
+def _gain(starts: list[tuple[list[Speed], int]], name: str) -> float:
+    ratios = [
+        ratio
+        for rows, _ in starts
+        for row in rows
+        if (entry := variant_of(row.variants, name)) and (ratio := row.believed(entry).ratio)
+    ]
+    return ratios[-1] if ratios else 1.0

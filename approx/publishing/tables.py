@@ -3,8 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from approx.evaluation.record_model import Quality, QualityVariant, Variant
-from approx.evaluation.record_speed import Crossover, Ratio, Speed, SpeedVariant, Timing
+from approx.evaluation.record import Crossover, Quality, QualityVariant, Ratio, Speed, SpeedVariant, Timing, Variant
 from approx.publishing import wording
 from approx.publishing.summary import PAYS, standing, variant_of, worthwhile_from
 

@@ -4,8 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from approx.evaluation.record_model import AT_CHANCE, Quality, QualityVariant
-from approx.evaluation.record_speed import Speed, Timing
+from approx.evaluation.record import AT_CHANCE, Quality, QualityVariant, Speed, Timing
 
 MINUS = "−"
 NOTHING = "–"

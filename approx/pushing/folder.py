@@ -14,9 +14,8 @@ from approx.checkpoints.bundle import auto_map
 from approx.checkpoints.checkpoint import Checkpoint, Source
 from approx.checkpoints.families import stock_class, write_code
 from approx.checkpoints.foreign import carried, differences, is_code, never_ours
-from approx.checkpoints.history import Base, conversion, trainings
-from approx.checkpoints.receipt import RECEIPT, Receipt, read_receipt
-from approx.conversion.card import CARD, Publication, inherited, pipeline_of, write_card
+from approx.checkpoints.history import RECEIPT, Base, Receipt, conversion, read_receipt, trainings
+from approx.conversion.convert import CARD, Publication, inherited, pipeline_of, write_card
 from approx.errors import ApproxError, Exit
 from approx.pushing.privacy import Private, findings, private_here, rewritten, scrubbed, without_origins
 from approx.pushing.results import Results, dataset_of, results_of

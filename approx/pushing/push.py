@@ -1,12 +1,297 @@
-"""Push a converted folder to a hub, or write what would be pushed."""
+"""Push a converted folder to a hub: rehearse it, upload it, load it again; or write what would be pushed."""
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any
 
-from approx.pushing.licence import stated
-from approx.pushing.rehearsal import rehearse
-from approx.pushing.upload import Progress, Upload, upload_folder
+from approx.checkpoints.atomic_folder import atomic_folder, refuse_existing, refuse_overlap
+from approx.conversion import verify
+from approx.conversion.convert import CARD, Publication
+from approx.errors import ApproxError, Exit
+from approx.pushing import folder, remote
+from approx.pushing.folder import Checked
+from approx.pushing.remote import Changes, Held, Remote, licence, refuse_bad_words, refuse_surprises, stated, unlicensed
+from approx.seam.manifest import MANIFEST, check_seal
+from approx.version import __version__
+
+Progress = Callable[[str, int, int], None]
+_STEPS = 6
+_PINNED = re.compile(r'"revision": "([0-9a-f]{7,64})"')
+_CARD_FILES = (CARD, MANIFEST)
+
+
+@dataclass(frozen=True)
+class Upload:
+    """What a push would do, shown before it does it.
+
+    Attributes:
+        repo: Model id.
+        endpoint: The hub.
+        revision: The branch.
+        new: Whether the repository is created.
+        private: Whether the repository is, or will be, private.
+        create_pr: Whether a pull request is opened.
+        files: Each file with its size in bytes.
+        written: Names of the files that are new or differ.
+        deleted: Names of files of an earlier push that are deleted.
+        left: Names of files of the folder that are not pushed.
+        card: Text of the model card.
+        notes: What else the user should know.
+    """
+
+    repo: str
+    endpoint: str
+    revision: str
+    new: bool
+    private: bool
+    create_pr: bool
+    files: list[tuple[str, int]]
+    written: list[str]
+    deleted: list[str]
+    left: list[str]
+    card: str
+    notes: list[str] = field(default_factory=list)
+
+
+def upload_folder(
+    name: str | Path,
+    repo: str,
+    *,
+    records: Sequence[Path] = (),
+    public: bool = False,
+    create_pr: bool = False,
+    revision: str | None = None,
+    message: str | None = None,
+    force: bool = False,
+    said: Mapping[str, Any] = MappingProxyType({}),
+    agree: Callable[[Upload], bool] = lambda upload: True,
+    progress: Progress = lambda step, done, total: None,
+) -> dict[str, Any]:
+    """Push a converted folder to a hub, download it again, and compare the outputs of both.
+
+    Args:
+        name: The folder.
+        repo: Model id, owner/name; created if it does not exist.
+        records: Records of this folder, whose results the card shows.
+        public: Whether a new repository is public.
+        create_pr: Whether to open a pull request instead of writing to the branch.
+        revision: The branch; created if it does not exist.
+        message: Message of the commit.
+        force: Whether files that were edited on the hub, or belong to another model, are written over.
+        said: Fields of the card that the user states.
+        agree: Called with what will be done; false stops the push before anything is written.
+        progress: Called with the step, steps done and steps in all.
+
+    Returns:
+        The outcome: url, commit, pull_request, uploaded (names of files), identical, check.
+
+    Raises:
+        ApproxError: if the folder, a record, the token or the repository is refused, the hub fails, or what comes back computes
+            something else (exit code 6).
+    """
+    refuse_bad_words(repo, revision, message)
+    steps = iter(range(_STEPS))
+
+    def step(what: str) -> None:
+        progress(f"push: {what}", next(steps, _STEPS - 1), _STEPS)
+
+    step("checking the folder")
+    checked = folder.check(name)
+    verify.begin()
+    hub = Remote(repo, revision)
+    step("signing in")
+    user = hub.user(reads_only=create_pr)
+    fields = licence(checked, said, public=public)
+    with TemporaryDirectory(prefix="approx-push-") as temporary:
+        staged = Path(temporary, "folder")
+        staged.mkdir()
+        published = folder.stage(checked, staged, repo, records, licence=fields, said=said, copies=False)
+        step("comparing with the repository")
+        held = _held(hub, user, staged, create_pr=create_pr)
+        refuse_surprises(hub, held, public=public, create_pr=create_pr, force=force)
+        published = _pinned(hub, held, checked, staged, published)
+        changes = hub.changes(staged, held)
+        # A new branch leaves what was edited on main as it is.
+        if not (force or create_pr or not held.branch) and (edited := hub.edited(held, changes)):
+            raise ApproxError(
+                f"{repo} was edited on the hub since it was pushed: {', '.join(edited)}. Take the edits over, or write over them with "
+                "--force.",
+                Exit.REFUSED,
+            )
+        identical = held.branch and not (changes.written or changes.deleted) and published.revision is not None
+        upload = _upload(hub, held, checked, staged, changes, public=public, create_pr=create_pr)
+        if not identical and not agree(upload):
+            raise ApproxError("Nothing was uploaded.", Exit.REFUSED)
+        commit, request, ref = held.commit, hub.pull_request, hub.revision
+        if not identical:
+            step("uploading")
+            words = message or f"Upload with approx {__version__}"
+            commit, request, ref = _written(hub, held, checked, staged, changes, published, words, public, create_pr)
+        step("downloading and comparing")
+        check = _compared(hub, checked, str(commit or ref), Path(temporary, "again"))
+    return {
+        "repo": repo,
+        "url": request or f"{remote.endpoint()}/{repo}",
+        "commit": commit,
+        "pull_request": request,
+        "private": upload.private,
+        "uploaded": changes.written,
+        "deleted": changes.deleted,
+        "identical": identical,
+        "check": check.detail,
+        "notes": upload.notes,
+    }
+
+
+def _held(hub: Remote, user: str, staged: Path, *, create_pr: bool) -> Held:
+    """What the branch holds; for a pull request, that of an own open one with the same files, after a push that was stopped."""
+    held = hub.held()
+    for ref in hub.pull_requests(user) if create_pr and held.exists else []:
+        other = hub.held(ref)
+        if not set(hub.changes(staged, other).written) - set(_CARD_FILES):
+            hub.revision = ref
+            return other
+    return held
+
+
+def _pinned(hub: Remote, held: Held, checked: Checked, staged: Path, published: Publication) -> Publication:
+    """Give the card the commit that the hub's card pins, if that commit holds the model as it is here."""
+    if CARD not in held.files:
+        return published
+    found = _PINNED.search(hub.read(held, CARD).decode("utf-8", "replace"))
+    candidates = [found[1]] if found else [held.commit] if held.commit else []
+    for commit in candidates:
+        try:
+            then = hub.held(commit)
+        except ApproxError:
+            # The commit was squashed away.
+            continue
+        if then.branch and not set(hub.changes(staged, then).written) - set(_CARD_FILES):
+            pinned = replace(published, revision=commit)
+            folder.pin(checked, staged, pinned)
+            return pinned
+    return published
+
+
+def _upload(
+    hub: Remote,
+    held: Held,
+    checked: Checked,
+    staged: Path,
+    changes: Changes,
+    *,
+    public: bool,
+    create_pr: bool,
+) -> Upload:
+    notes = checked.notes + unlicensed(staged)
+    if held.exists and held.private and public:
+        notes.append(f"{hub.repo} exists and is private, and stays so; change that in its settings on the hub.")
+    return Upload(
+        repo=hub.repo, endpoint=remote.endpoint(), revision=hub.revision, new=not held.exists,
+        private=held.private if held.exists else not public, create_pr=create_pr, files=folder.tree(staged),
+        written=changes.written, deleted=changes.deleted, left=checked.left,
+        card=(staged / CARD).read_text(encoding="utf-8"), notes=notes,
+    )  # fmt: skip
+
+
+def _written(
+    hub: Remote,
+    held: Held,
+    checked: Checked,
+    staged: Path,
+    changes: Changes,
+    published: Publication,
+    message: str,
+    public: bool,
+    create_pr: bool,
+) -> tuple[str, str | None, str]:
+    """Commit the files, and then the card that pins that commit; the commit, and the address and branch of a pull request."""
+    opens = create_pr and hub.pull_request is None
+    ready = hub.create(held, private=not public, create_pr=opens)
+    commit, request, ref = ready.commit, hub.pull_request, hub.revision
+    if published.revision is None:
+        made = hub.commit(staged, changes, message, parent=ready.commit, create_pr=opens)
+        commit, request = made.oid, made.pr_url
+        ref = made.pr_revision or ref
+        folder.pin(checked, staged, replace(published, revision=commit))
+        changes = Changes(list(_CARD_FILES), [], [])
+    elif not (changes.written or changes.deleted):
+        # A new branch with what main holds already.
+        return str(commit), request, ref
+    made = hub.commit(staged, changes, f"{message}: the card pins {str(commit)[:12]}", parent=commit, revision=ref)
+    return made.oid, request, ref
+
+
+def _compared(hub: Remote, checked: Checked, commit: str, target: Path) -> Any:
+    """Download what was pushed, load it in a process without approx, and compare its outputs with those here."""
+    downloaded = hub.download(commit, target)
+    problem = ""
+    try:
+        check_seal(downloaded)
+        check = verify.fresh_process(downloaded, checked.opened.model)
+        problem = "" if check.passed else check.detail
+    except ApproxError as error:
+        check, problem = None, str(error)
+    if problem:
+        raise ApproxError(
+            f"{hub.repo} was uploaded, but what was downloaded again is not the same: {problem} Push it again with --force.",
+            Exit.VERIFICATION,
+        )
+    return check
+
+
+def rehearse(
+    name: str | Path,
+    repo: str,
+    out: Path,
+    *,
+    records: Sequence[Path] = (),
+    public: bool = False,
+    force: bool = False,
+    offline: bool = False,
+    said: Mapping[str, Any] = MappingProxyType({}),
+    progress: Callable[[str, int, int], None] = lambda step, done, total: None,
+) -> dict[str, Any]:
+    """Write the folder that a push would upload; nothing is sent.
+
+    Args:
+        name, repo, records, public, progress: As for `approx.push`.
+        out: The folder to write.
+        force: Whether an existing `out` is replaced.
+        offline: Whether the hub may not be asked for the licence of the base.
+        said: Fields of the card that the user states.
+
+    Returns:
+        The folder, its files with sizes, the card, and notes.
+
+    Raises:
+        ApproxError: if the folder or a record is refused, or `out` cannot be written.
+    """
+    remote.refuse_bad_names(repo, None)
+    refuse_existing(out, force=force)
+    progress("push: checking the folder", 0, 2)
+    checked = folder.check(name)
+    refuse_overlap(checked.opened.source.folder, out)
+    try:
+        fields, notes = ({} if offline else licence(checked, said, public=public)), []
+    except ApproxError as error:
+        if error.exit_code == Exit.REFUSED:
+            raise
+        fields, notes = {}, [str(error)]
+    progress("push: writing", 1, 2)
+    with atomic_folder(out, force=force) as target:
+        folder.stage(checked, target, repo, records, licence=fields, said=said, copies=True)
+    return {
+        "output": str(out),
+        "files": dict(folder.tree(out)),
+        "left": checked.left,
+        "card": (out / CARD).read_text(encoding="utf-8"),
+        "notes": checked.notes + notes + unlicensed(out),
+    }
 
 
 def push(

@@ -1,7 +1,10 @@
-"""A repository on a hub: what it holds, what a push would change, upload and download. Everything through huggingface_hub."""
+"""A repository on a hub: what it holds, whether a push is allowed, what it would change, and what a hub's errors mean."""
 
+import contextlib
 import hashlib
 import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,10 +21,252 @@ from huggingface_hub import (
 )
 from huggingface_hub.utils import validate_repo_id
 
-from approx.errors import ApproxError
-from approx.pushing import refusals
-from approx.pushing.refusals import told
+from approx.conversion.convert import CARD, inherited
+from approx.errors import ApproxError, Exit, shown
+from approx.pushing.folder import Checked
+from approx.pushing.privacy import is_private, private_here
 from approx.seam.manifest import MANIFEST
+
+_QUOTA = re.compile(r"quota|storage|limit|billing|payment|too large", re.IGNORECASE)
+# How the client reports a card that the hub does not accept.
+_REJECTED = "Invalid metadata in README.md"
+_AGAIN = "Run the same command again: what was uploaded is not uploaded twice."
+_MOST = 200
+
+
+@contextlib.contextmanager
+def told(doing: str, repo: str, *, create_pr: bool = False) -> Iterator[None]:
+    """Turn errors of the hub's client into an `ApproxError`.
+
+    Args:
+        doing: What is being done, such as "Uploading".
+        repo: Model id.
+        create_pr: Whether a pull request is being opened.
+
+    Raises:
+        ApproxError: in place of the client's errors.
+    """
+    try:
+        yield
+    except (ApproxError, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        # Which HTTP library raises depends on the version of the client, and uploads wrap its errors.
+        chain = _chain(error)
+        answered = next((one for one in chain if isinstance(one, errors.HfHubHTTPError)), None)
+        if _REJECTED in str(error):
+            # The client names the mistakes itself; the answer behind it has no more.
+            answered = None
+        said = " ".join(_clean(str(one)) for one in chain)
+        made = _answered(answered, doing, repo, said, create_pr=create_pr) if answered else _silent(error, doing, said)
+        raise made from error
+
+
+def _silent(error: Exception, doing: str, said: str) -> ApproxError:
+    """The error if the hub answered nothing, or nothing that the client understands."""
+    if "xet" in said and "404" in said:
+        return ApproxError(
+            f"{doing}: {constants.ENDPOINT} has no Xet storage, through which the client uploads. Set HF_HUB_DISABLE_XET=1 and "
+            "run the same command again.",
+            Exit.UNAVAILABLE,
+        )
+    if isinstance(error, errors.LocalTokenNotFoundError):
+        return no_token()
+    if isinstance(error, errors.OfflineModeIsEnabled) or constants.HF_HUB_OFFLINE:
+        return ApproxError(
+            f"{doing} needs the hub, but HF_HUB_OFFLINE is set. Unset it, or see what would be pushed with --dry-run.",
+            Exit.UNAVAILABLE,
+        )
+    if "LFS batch" in said and _QUOTA.search(said):
+        return _quota(doing, said)
+    if _REJECTED in said:
+        return ApproxError(
+            f"{doing}: the hub rejects the model card ({said[:_MOST]}). Correct the card of the base, and convert again.",
+            Exit.VERIFICATION,
+        )
+    return ApproxError(
+        f"{doing}: {constants.ENDPOINT} cannot be reached or breaks off ({type(error).__name__}: {said[:_MOST]}). Check the network "
+        f"and HF_ENDPOINT. {_AGAIN}",
+        Exit.UNAVAILABLE,
+    )
+
+
+def _answered(error: errors.HfHubHTTPError, doing: str, repo: str, said: str, *, create_pr: bool) -> ApproxError:
+    """The error for an answer with a status."""
+    status = error.response.status_code
+    why = _clean(error.server_message or "").rstrip(".")
+    because = f" ({why})" if why else ""
+    if "xet" in str(error.response.url) and status == 404:
+        return _silent(error, doing, "xet 404")
+    if isinstance(error, errors.GatedRepoError):
+        return ApproxError(
+            f"{doing}: {repo} is gated, and this token has no access. Accept its terms at {constants.ENDPOINT}/{repo}, then run "
+            "the same command again.",
+            Exit.UNAVAILABLE,
+        )
+    if status == 401 and not isinstance(error, errors.RepositoryNotFoundError):
+        return ApproxError(
+            f"{doing}: {constants.ENDPOINT} does not accept the token. Get a new one with `hf auth login`, or correct HF_TOKEN.",
+            Exit.UNAVAILABLE,
+        )
+    if create_pr and status in (400, 403, 404, 405, 501) and not isinstance(error, errors.RepositoryNotFoundError):
+        return ApproxError(
+            f"{doing}: {repo} takes no pull requests{because}. Leave out --create-pr, and name a branch with --revision if you like.",
+            Exit.UNSUPPORTED,
+        )
+    if status in (402, 413, 507) or (status == 403 and _QUOTA.search(why)):
+        return _quota(doing, why or f"status {status}")
+    if status == 403:
+        return no_access(repo, because)
+    if isinstance(error, errors.RevisionNotFoundError):
+        return ApproxError(f"{doing}: {repo} has no such revision{because}. Leave out --revision.", Exit.UNAVAILABLE)
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return ApproxError(
+            f"{doing}: {repo} was not found, or this token has no access to it. Check the name and the token.",
+            Exit.UNAVAILABLE,
+        )
+    if status in (409, 412):
+        return changed(repo)
+    if status == 429:
+        return ApproxError(
+            f"{doing}: {constants.ENDPOINT} takes no more calls for now (429){because}. Wait some minutes. {_AGAIN}",
+            Exit.UNAVAILABLE,
+        )
+    return ApproxError(f"{doing}: {constants.ENDPOINT} failed with {status}{because}. {_AGAIN}", Exit.UNAVAILABLE)
+
+
+def no_token() -> ApproxError:
+    """The error without a token."""
+    return ApproxError(
+        "Pushing needs an access token, and there is none. Run `hf auth login`, or set HF_TOKEN.", Exit.UNAVAILABLE
+    )
+
+
+def no_access(repo: str, because: str = "") -> ApproxError:
+    """The error of a token that may not write."""
+    return ApproxError(
+        f"This token may not write to {repo}{because}. Take one with write access, push to your own namespace, or offer the files "
+        "with --create-pr.",
+        Exit.UNAVAILABLE,
+    )
+
+
+def changed(repo: str) -> ApproxError:
+    """The error of a repository that changed while it was compared."""
+    return ApproxError(
+        f"{repo} changed while this push ran, so nothing was written over it. Run the same command again and look at what it "
+        "shows.",
+        Exit.REFUSED,
+    )
+
+
+def _quota(doing: str, why: str) -> ApproxError:
+    return ApproxError(
+        f"{doing}: the hub has no room for these files ({why[:_MOST].rstrip('.')}). Free or buy storage there, or push to another "
+        "namespace.",
+        Exit.UNAVAILABLE,
+    )
+
+
+def _chain(error: BaseException | None) -> list[BaseException]:
+    chain: list[BaseException] = []
+    while error is not None and error not in chain:
+        chain.append(error)
+        error = error.__cause__ or error.__context__
+    return chain
+
+
+def _clean(text: str) -> str:
+    """One line, without the token, which a server could repeat."""
+    token = get_token()
+    return " ".join((text.replace(token, "…") if token else text).split())
+
+
+_FIELDS = ("license", "license_name", "license_link", "language")
+# As the hub writes them: `apache-2.0`; `en`, `zh-Hant` or `multilingual`.
+_LICENCE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
+_LANGUAGE = re.compile(r"[a-z]{2,3}(?:-[A-Za-z0-9]+)*|multilingual|code")
+
+
+def stated(base_model: str | None, license: str | None, language: str | Sequence[str] | None) -> dict[str, Any]:
+    """Fields of a card that the user states.
+
+    Raises:
+        ApproxError: if one is not what the hub's cards may say.
+    """
+    fields: dict[str, Any] = {}
+    if base_model is not None:
+        try:
+            validate_repo_id(base_model)
+        except errors.HFValidationError:
+            raise ApproxError(
+                f"--base-model is {shown(base_model)}, which no model of the hub is called. The form is owner/name."
+            ) from None
+        fields |= {"base_model": base_model, "base_model_relation": "finetune"}
+    if license is not None:
+        if not _LICENCE.fullmatch(license):
+            raise ApproxError(
+                f"--license is {shown(license)}, but the hub's names of licences are like apache-2.0, mit or other."
+            )
+        fields["license"] = license
+    languages = [language] if isinstance(language, str) else [*(language or [])]
+    if wrong := [one for one in languages if not _LANGUAGE.fullmatch(one)]:
+        raise ApproxError(f"--language is {shown(wrong[0])}; give codes such as en, de or zh-Hant, or multilingual.")
+    if languages:
+        fields["language"] = languages[0] if len(languages) == 1 else languages
+    return fields
+
+
+def licence(checked: Checked, said: Mapping[str, Any], *, public: bool) -> dict[str, Any]:
+    """Fields that the hub's card of the base adds to a card without a licence.
+
+    Args:
+        checked: The folder.
+        said: What the user states, from `stated`.
+        public: Whether the model becomes public.
+
+    The hub is asked only if the folder's card has no licence, or if the model becomes public.
+
+    Raises:
+        ApproxError: if the base is gated and the push public, or its card may not be read, or the hub does not answer.
+    """
+    base = said.get("base_model") or (checked.base.name if checked.base.revision else None)
+    known = "license" in {**inherited(checked.opened.source.folder / CARD), **said}
+    if base is None or (known and not public):
+        return {}
+    return told_by_the_hub(base, public=public)
+
+
+def told_by_the_hub(base: str, *, public: bool) -> dict[str, Any]:
+    """Licence and language of a base on the hub; empty if it is no longer there.
+
+    Raises:
+        ApproxError: if the base is gated and the push public, or its card may not be read, or the hub does not answer.
+    """
+    with told("Reading the licence of the base", base):
+        try:
+            info = HfApi().model_info(base)
+        except errors.GatedRepoError:
+            raise
+        except errors.RepositoryNotFoundError:
+            # It was deleted, or belongs to somebody else; what is known without it has to do.
+            return {}
+    if info.gated and public:
+        raise ApproxError(
+            f"The base {base} is gated: its owner decides who gets it, so a model made from it is not pushed with --public. "
+            "Push it privately, or ask the owner.",
+            Exit.REFUSED,
+        )
+    said = info.card_data.to_dict() if info.card_data else {}
+    return {key: said[key] for key in _FIELDS if said.get(key)}
+
+
+def unlicensed(staged: Path) -> list[str]:
+    """A note if the card of a folder has no licence."""
+    if "license" in inherited(staged / CARD):
+        return []
+    return ["No licence is known, so the card names none, and nobody else may use the model."]
+
 
 MAIN = "main"
 _REQUESTS = "refs/pr/"
@@ -80,12 +325,12 @@ class Remote:
             ApproxError: if there is no token, it is not valid, or it may only read and `reads_only` is false.
         """
         if get_token() is None:
-            raise refusals.no_token()
+            raise no_token()
         with told("Signing in", self.repo):
             who = self.api.whoami()
         role = ((who.get("auth") or {}).get("accessToken") or {}).get("role")
         if role == "read" and not reads_only:
-            raise refusals.no_access(self.repo, " (its role is 'read')")
+            raise no_access(self.repo, " (its role is 'read')")
         return str(who.get("name"))
 
     def held(self, revision: str | None = None) -> Held:
@@ -126,7 +371,7 @@ class Remote:
             except errors.HfHubHTTPError as error:
                 # Not every hub answers this question; then the upload does.
                 if error.response.status_code in (401, 403):
-                    raise refusals.no_access(self.repo) from error
+                    raise no_access(self.repo) from error
 
     def changes(self, folder: Path, held: Held) -> Changes:
         """Compare a folder with what a branch holds."""
@@ -252,3 +497,52 @@ def refuse_bad_names(repo: str, revision: str | None) -> None:
 def endpoint() -> str:
     """Address of the hub."""
     return constants.ENDPOINT
+
+
+def refuse_bad_words(repo: str, revision: str | None, message: str | None) -> None:
+    """Check what a user says of a push, without a network.
+
+    Raises:
+        ApproxError: if `repo` is not owner/name, the revision is empty, or the message holds something private.
+    """
+    refuse_bad_names(repo, revision)
+    if is_private(message or "", private_here()):
+        raise ApproxError("The message holds a secret or a path of this machine. Write one that everybody may read.")
+
+
+def check_permission(
+    repo: str, *, base: str | None, public: bool = False, create_pr: bool = False, revision: str | None = None
+) -> None:
+    """Ask the hub whether a push would be allowed, long before it.
+
+    Args:
+        repo, public, create_pr, revision: As for `approx.push`.
+        base: Model id of the base, if it is from the hub.
+
+    Raises:
+        ApproxError: if the hub cannot be reached, there is no token or it may not write, the repository holds another model or
+            is public unexpectedly, or the base is gated and the push public.
+    """
+    hub = Remote(repo, revision)
+    hub.user(reads_only=create_pr)
+    refuse_surprises(hub, hub.held(), public=public, create_pr=create_pr, force=False)
+    if base is not None and public:
+        told_by_the_hub(base, public=True)
+
+
+def refuse_surprises(hub: Remote, held: Held, *, public: bool, create_pr: bool, force: bool) -> None:
+    """Raise if the token may not write, or the repository is public against the user's expectation, or is another model's."""
+    if held.exists and not held.private and not public:
+        raise ApproxError(
+            f"{hub.repo} exists and is public, but pushes are private without --public. Say --public, or choose another name.",
+            Exit.REFUSED,
+        )
+    ours = MANIFEST in held.files
+    models = [name for name in held.files if name == "config.json" or name.endswith((".safetensors", ".bin"))]
+    if models and not ours and not force:
+        raise ApproxError(
+            f"{hub.repo} holds another model ({models[0]}) that approx did not push. Choose another name, or write over it with --force.",
+            Exit.REFUSED,
+        )
+    if not create_pr:
+        hub.refuse_unwritable(held)

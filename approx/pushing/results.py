@@ -12,11 +12,10 @@ from typing import Any
 from huggingface_hub import EvalResult
 from jinja2 import Environment, StrictUndefined
 
-from approx.checkpoints.receipt import Receipt
+from approx.checkpoints.history import Receipt
 from approx.errors import ApproxError, Exit
 from approx.evaluation import record
-from approx.evaluation.record_model import Quality, Record
-from approx.evaluation.record_speed import Speed
+from approx.evaluation.record import Quality, Record, Speed
 from approx.publishing import wording
 from approx.publishing.summary import answers, speed_groups, variant_of, worthwhile_from
 from approx.publishing.tables import quality_table, speed_table

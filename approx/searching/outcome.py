@@ -5,10 +5,8 @@ from typing import Any
 
 import yaml
 
-from approx.evaluation.record_model import Quality
-from approx.evaluation.record_speed import BUSY, Speed, SpeedVariant
-from approx.planning.plan import Plan
-from approx.planning.selection import ranges
+from approx.evaluation.record import BUSY, Quality, Speed, SpeedVariant
+from approx.planning.plan import Plan, ranges
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ sys.path.extend(str(Path(__file__).resolve().parents[2] / name) for name in ("."
 
 from pydantic import TypeAdapter
 
-from approx.checkpoints.receipt import Receipt
-from approx.evaluation.record_model import Record
+from approx.checkpoints.history import Receipt
+from approx.evaluation.record import Record
 from approx.grid import Grid
 from approx.mechanisms import MECHANISMS
 from approx.planning.rule import RuleList, Rules

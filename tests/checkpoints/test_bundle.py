@@ -14,8 +14,8 @@ from approx.checkpoints import checkpoint
 from approx.conversion import surgery
 from approx.errors import ApproxError, Exit
 from approx.mechanisms import MECHANISMS
-from approx.planning.example_inputs import example_inputs
 from approx.planning.plan import Plan, Rule
+from approx.planning.positions import example_inputs
 from approx.seam.manifest import MANIFEST, check_seal
 from approx_kernels.dispatch.implementation import implementation
 from converted import auto_class, code, run

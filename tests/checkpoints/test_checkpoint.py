@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from approx.checkpoints import checkpoint, integrity
+from approx.checkpoints import checkpoint
 from approx.conversion import convert
 from approx.errors import ApproxError, Exit
 from approx.planning.anatomy import anatomy
@@ -125,8 +125,8 @@ def survives(folder):
 def test_a_number_that_is_not_finite_is_found(numbers):
     tensors = [("ids", torch.tensor([1, 2])), ("weight", torch.tensor(numbers))]
     with pytest.raises(ApproxError, match="NaN or infinite numbers in weight"):
-        integrity.refuse_non_finite(tensors, "it")
+        checkpoint.refuse_non_finite(tensors, "it")
 
 
 def test_a_sum_that_overflows_is_no_mistake_of_a_checkpoint():
-    integrity.refuse_non_finite([("weight", torch.tensor([3e38, 3e38]))], "it")
+    checkpoint.refuse_non_finite([("weight", torch.tensor([3e38, 3e38]))], "it")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from approx.checkpoints import checkpoint, foreign
-from approx.conversion import checks, convert, verify
+from approx.conversion import convert, verify
 from approx.errors import ApproxError, Exit
 from approx.planning.plan import Plan
 from approx.seam.manifest import seal
@@ -152,7 +152,7 @@ def test_finds_code_wherever_it_hides_and_runs_none(folder, tmp_path, monkeypatc
     assert code["passed"] is (None if hide in COULD_BE_OLDER else False)
     assert not (tmp_path / "ran").exists()
     model = checkpoint.load(folder, offline=True).model
-    check = checks.fresh_process(folder, model)
+    check = verify.fresh_process(folder, model)
     assert check.passed is False
     assert "not run" in check.detail
     assert not (tmp_path / "ran").exists()
@@ -194,13 +194,13 @@ def test_a_kernel_of_the_hub_is_refused_before_it_is_loaded(made, tmp_path):
 
 def test_code_that_changes_after_the_comparison_does_not_run(folder, tmp_path, monkeypatch):
     model = checkpoint.load(folder, offline=True).model
-    compare = checks.differences
+    compare = verify.differences
 
     def and_then_change(*arguments):
         found = compare(*arguments)
         edited(folder, CANARY.format(str(tmp_path / "ran")))
         return found
 
-    monkeypatch.setattr(checks, "differences", and_then_change)
-    assert checks.fresh_process(folder, model).passed
+    monkeypatch.setattr(verify, "differences", and_then_change)
+    assert verify.fresh_process(folder, model).passed
     assert not (tmp_path / "ran").exists()

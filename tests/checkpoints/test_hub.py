@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from huggingface_hub import constants
 
-from approx.checkpoints import checkpoint, hub
+from approx.checkpoints import checkpoint
 from approx.errors import ApproxError, Exit
 from zoo import tiny
 
@@ -27,7 +27,7 @@ def endpoint(tmp_path, monkeypatch):
             constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}"
         )
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(hub, "_SECONDS", 0.5)
+        monkeypatch.setattr(checkpoint, "_SECONDS", 0.5)
 
     return set_to
 

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from approx.checkpoints.history import Base, Conversion, history
-from approx.checkpoints.receipt import RECEIPT, Check, Receipt, Swapped, read_receipt
+from approx.checkpoints.history import RECEIPT, Base, Check, Conversion, Receipt, Swapped, history, read_receipt
 from approx.errors import ApproxError, Exit
 
 CHECKS = [Check("padding", True, "0.0", [8]), Check("causality", None, "no layer is causal")]

@@ -12,10 +12,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from approx.checkpoints import bundle
-from approx.conversion import checks, clean_process, surgery
+from approx.conversion import surgery, verify
 from approx.mechanisms import MECHANISMS
-from approx.planning.example_inputs import example_inputs
 from approx.planning.plan import Plan, Rule
+from approx.planning.positions import example_inputs
 from approx.seam.installed import installed_model
 from approx.seam.model import ApproxModel
 from approx_kernels.dispatch.implementation import implementation
@@ -114,7 +114,7 @@ def test_the_package_gives_the_same_clusters_and_the_same_outputs_but_for_roundi
     inputs = [example_inputs(model, length, batch=2, padded=length // 3) for length in (12, 64, 300)]
     with implementation("plain"), torch.inference_mode():
         plain = [model(**each)[0] for each in inputs]
-    there = clean_process.first_outputs(tmp_path, "AutoModel", inputs)
+    there = verify.first_outputs(tmp_path, "AutoModel", inputs)
     assert all(torch.equal(*pair) for pair in zip(plain, there, strict=True))
     with torch.inference_mode():
         # A different cluster would change an output by far more than rounding.
@@ -144,13 +144,13 @@ def test_the_check_of_a_conversion_reloads_the_slim_folder(tmp_path):
     model = tiny("BertModel")
     surgery.convert(model, Plan.of("improved-clustered", **SMALL["improved-clustered"]))
     model.save_pretrained(tmp_path)
-    check = checks.fresh_process(tmp_path, model)
+    check = verify.fresh_process(tmp_path, model)
     assert check.passed
     assert "in plain PyTorch" in check.detail
     # The check detects code that computes something else.
     file = tmp_path / "approx_clustered.py"
     file.write_text(file.read_text().replace("torch.addcmul(rest, mass, own)", "torch.addcmul(rest, mass, own) + 1e-3"))
-    assert checks.fresh_process(tmp_path, model).passed is False
+    assert verify.fresh_process(tmp_path, model).passed is False
 
 
 def test_the_installed_package_runs_where_it_is_compatible(caplog):
@@ -199,7 +199,7 @@ def test_a_folder_of_an_earlier_version_still_loads_and_gives_what_it_gave(tmp_p
     # Written once by tests/checkpoints/golden.py; whatever breaks it breaks the folders that people have.
     stored = load_file(GOLDEN / "outputs.safetensors")
     inputs = {name: stored[name] for name in ("input_ids", "attention_mask")}
-    there = clean_process.first_outputs(GOLDEN / "model", "AutoModel", [inputs])[0]
+    there = verify.first_outputs(GOLDEN / "model", "AutoModel", [inputs])[0]
     torch.testing.assert_close(there, stored["last_hidden_state"], rtol=1e-5, atol=2e-6)
     model = transformers.AutoModel.from_pretrained(GOLDEN / "model")
     with torch.inference_mode():

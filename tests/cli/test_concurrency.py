@@ -12,7 +12,7 @@ from approx.checkpoints.atomic_folder import held
 from approx.conversion.verify import verify
 from approx.errors import ApproxError, Exit
 from approx.evaluation import record
-from approx.pipeline.executors import Local
+from approx.pipeline.store import Local
 from tiny_study import tiny_recipe
 
 from .conftest import call
@@ -119,7 +119,7 @@ def found(item: int, threads: int | None) -> None:
 
 def stored(item: int, threads: int | None) -> None:
     """Store the same batches as other processes, and others."""
-    from approx.evaluation.prediction_cache import Ledger, default_folder
+    from approx.evaluation.evaluate import Ledger, default_folder
 
     ledger = Ledger(default_folder(), "abcd")
     for batch in (*range(20), 100 + item):
@@ -128,7 +128,7 @@ def stored(item: int, threads: int | None) -> None:
 
 @pytest.mark.slow
 def test_caches_stay_whole_under_eight_processes(own_cache):
-    from approx.evaluation.prediction_cache import Ledger, default_folder
+    from approx.evaluation.evaluate import Ledger, default_folder
     from approx_kernels.dispatch import findings
 
     (own_cache / "compiled").unlink()

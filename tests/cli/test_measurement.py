@@ -6,7 +6,7 @@ import torch
 
 from approx.errors import Exit
 from approx.evaluation import record
-from approx.evaluation.record_model import Approximated
+from approx.evaluation.record import Approximated
 from approx.measuring import products
 from approx.tasks.metrics import METRICS
 from tiny_study import tiny_checkpoint

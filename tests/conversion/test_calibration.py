@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from approx.conversion import checks, surgery
-from approx.conversion.layer_error import layer_damage, unseen
+from approx.conversion import surgery, verify
+from approx.conversion.verify import layer_damage, not_measured
 from approx.errors import ApproxError
 from approx.mechanisms import MECHANISMS
-from approx.planning.example_inputs import example_inputs
 from approx.planning.plan import Plan, Rule
+from approx.planning.positions import example_inputs
 from forms import SMALL
 from zoo import outputs, tiny
 
@@ -61,7 +61,7 @@ def test_what_must_be_calibrated_and_is_not_leaves_the_model_as_it_was():
             surgery.convert(model, plan, calibration=calibration)
         assert type(model) is type(base)
         assert model.state_dict().keys() == base.state_dict().keys()
-    assert checks.exact_limit(model, plan).passed
+    assert verify.exact_limit(model, plan).passed
 
 
 def test_the_captured_mass_is_that_of_the_window():
@@ -141,13 +141,13 @@ def test_layers_whose_damage_cannot_be_seen_are_named_with_the_reason():
     local = {"left": 2, "right": 2}, {"left": 70, "right": 70}
     rules = Rule("local", "0", local[0]), Rule("local", "1", local[1]), Rule("local", "2", local[0], exact_below=30)
     surgery.convert(model, Plan(rules))
-    never, short = unseen(model, {0: 20, 1: 20, 2: 20})
+    never, short = not_measured(model, {0: 20, 1: 20, 2: 20})
     assert never.startswith("With these settings layers 1 are exact on fewer than 72 tokens")
     assert "no more than 64: they never approximate" in never
     assert short.startswith("With these settings layers 2 are exact on fewer than 30 tokens")
     assert "measured on 20" in short
-    assert len(unseen(model, {0: 4, 1: 40, 2: 40})) == 1
-    assert len(unseen(model, {0: 3, 1: 40, 2: 40})) == 2
+    assert len(not_measured(model, {0: 4, 1: 40, 2: 40})) == 1
+    assert len(not_measured(model, {0: 3, 1: 40, 2: 40})) == 2
 
 
 def test_a_mechanism_that_must_be_finetuned_says_so():

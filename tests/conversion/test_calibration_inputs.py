@@ -9,7 +9,7 @@ import torch
 
 from approx.checkpoints import checkpoint
 from approx.conversion import surgery
-from approx.conversion.calibration_inputs import CalibrationFile, calibration_batch, calibration_length
+from approx.conversion.calibration import CalibrationFile, calibration_batch, calibration_length
 from approx.errors import ApproxError
 from approx.planning.plan import Plan
 from tiny_classifier import tiny_model, tiny_tokenizer

@@ -4,8 +4,8 @@ import pytest
 from huggingface_hub import ModelCard
 
 from approx.checkpoints import checkpoint
-from approx.checkpoints.receipt import Receipt
-from approx.conversion import convert, writing
+from approx.checkpoints.history import Receipt
+from approx.conversion import convert
 from approx.planning.plan import Plan, Rule
 from tiny_study import tiny_checkpoint
 
@@ -44,7 +44,7 @@ def test_the_card_of_a_model_from_the_hub_names_its_base_and_repeats_its_license
     if text is not None:
         (tmp_path / "README.md").write_text(text)
     (tmp_path / "out").mkdir()
-    writing.write_card(tmp_path / "out", opened, Receipt(swapped=[], left=[], cross_attention=0, added=[]))
+    convert.write_card(tmp_path / "out", opened, Receipt(swapped=[], left=[], cross_attention=0, added=[]))
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert card.data.to_dict() == {
         "base_model": "owner/base",
@@ -70,7 +70,7 @@ def test_the_card_of_a_folder_names_the_base_of_its_base_if_that_is_known(conver
     opened.source.folder = tmp_path
     (tmp_path / "README.md").write_text("---\nbase_model: owner/first\nlicense: mit\n---\nText")
     (tmp_path / "out").mkdir()
-    writing.write_card(tmp_path / "out", opened, Receipt(swapped=[], left=[], cross_attention=0, added=[]))
+    convert.write_card(tmp_path / "out", opened, Receipt(swapped=[], left=[], cross_attention=0, added=[]))
     data = ModelCard.load(tmp_path / "out" / "README.md").data.to_dict()
     assert (data["base_model"], data["base_model_relation"], data["license"]) == ("owner/first", "finetune", "mit")
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 from transformers.masking_utils import bidirectional_mask_function
 
-from approx.conversion import checks, convert, layerwise, regime, surgery, writing
-from approx.conversion.layer_error import layer_damage
+from approx.conversion import convert, surgery, verify
+from approx.conversion.verify import layer_damage
 from approx.errors import ApproxError, Exit
 from approx.mechanisms import MECHANISMS
 from approx.mechanisms.local import LocalAttention
-from approx.planning.example_inputs import example_inputs
 from approx.planning.plan import Plan
+from approx.planning.positions import example_inputs
 from approx.seam.masks import key_mask
 from tiny_speech import recogniser
 from zoo import FAMILIES, outputs, tiny
@@ -23,20 +23,20 @@ LOCAL = Plan.of("local", left=3, right=3)
 def test_the_exact_limit_is_compared_in_the_row_that_is_padded_too(monkeypatch):
     kind = MECHANISMS["local"]
     honest = kind.forward
-    assert checks.exact_limit(tiny("BertModel"), LOCAL).passed
+    assert verify.exact_limit(tiny("BertModel"), LOCAL).passed
     # The row without padding is still correct; only the largest difference shows the fault.
     monkeypatch.setattr(kind, "forward", lambda self, q, k, v, mask=None, **more: honest(self, q, k, v, **more))
-    assert checks.exact_limit(tiny("BertModel"), LOCAL).passed is False
+    assert verify.exact_limit(tiny("BertModel"), LOCAL).passed is False
 
 
 def test_what_is_not_finite_is_no_small_difference():
     expected = torch.ones(2, 3)
-    assert layerwise.difference(expected * 1.5, expected) == 0.5
+    assert verify.difference(expected * 1.5, expected) == 0.5
     for strange in (torch.nan, torch.inf, -torch.inf):
         actual = expected.clone()
         actual[1, 2] = strange
-        assert layerwise.difference(actual, expected) == torch.inf
-        assert max(0.0, layerwise.difference(actual, expected)) == torch.inf
+        assert verify.difference(actual, expected) == torch.inf
+        assert max(0.0, verify.difference(actual, expected)) == torch.inf
 
 
 def test_a_tensor_that_the_folder_lacks_is_missed(tmp_path):
@@ -44,8 +44,8 @@ def test_a_tensor_that_the_folder_lacks_is_missed(tmp_path):
     before = dict(model.state_dict())
     surgery.convert(model, LOCAL)
     model.save_pretrained(tmp_path)
-    assert checks.weights(tmp_path, before).passed
-    check = checks.weights(tmp_path, before | {"pooler.third": torch.ones(3)})
+    assert verify.weights(tmp_path, before).passed
+    check = verify.weights(tmp_path, before | {"pooler.third": torch.ones(3)})
     assert check.passed is False
     assert "pooler.third" in check.detail
 
@@ -55,12 +55,12 @@ def test_a_tensor_that_is_stored_under_another_name_is_not_missed(tmp_path):
     before = dict(model.state_dict())
     surgery.convert(model, LOCAL)
     model.save_pretrained(tmp_path)
-    assert checks.weights(tmp_path, before).passed
+    assert verify.weights(tmp_path, before).passed
 
 
 def test_a_folder_that_computes_something_else_is_not_given_its_name(tmp_path, monkeypatch):
     """Write the config with another window, which only the last check can detect."""
-    honest = writing.write
+    honest = convert.write
 
     def write(folder, *arguments):
         honest(folder, *arguments)
@@ -68,12 +68,12 @@ def test_a_folder_that_computes_something_else_is_not_given_its_name(tmp_path, m
         config.write_text(config.read_text().replace('"left": 3', '"left": 2'))
 
     tiny("BertModel").save_pretrained(tmp_path / "base")
-    monkeypatch.setattr(writing, "write", write)
+    monkeypatch.setattr(convert, "write", write)
     with pytest.raises(ApproxError, match="reload without approx is bit-equal: largest difference") as caught:
         convert.convert(tmp_path / "base", tmp_path / "out", LOCAL)
     assert caught.value.exit_code == Exit.VERIFICATION
     assert {path.name for path in tmp_path.iterdir()} == {"base", "out.failed"}
-    results = json.loads((tmp_path / "out.failed" / writing.RECEIPT).read_text())["checks"]
+    results = json.loads((tmp_path / "out.failed" / convert.RECEIPT).read_text())["checks"]
     assert [check["passed"] for check in results] == [True, True, None, True, False]
 
 
@@ -120,8 +120,8 @@ def test_every_family_is_checked_where_it_approximates(architecture):
     model = tiny(architecture)
     plan = Plan.of("local", left=33, right=33)
     surgery.convert(model, plan)
-    longest = regime.trials(model)[-1]
-    results = [checks.padding(model), checks.causality(model)]
+    longest = verify.trials(model)[-1]
+    results = [verify.padding(model), verify.causality(model)]
     assert [check for check in results if check.passed is False] == []
     for check in results:
         if check.passed:
@@ -132,19 +132,19 @@ def test_every_family_is_checked_where_it_approximates(architecture):
 def test_a_model_that_normalises_over_padding_says_why_it_is_not_compared():
     model = recogniser("group")
     surgery.convert(model, Plan.of("local", left=2, right=2))
-    check = checks.padding(model)
+    check = verify.padding(model)
     assert (check.passed, "reads its padding" in check.detail) == (None, True)
 
 
 def test_padding_that_reaches_a_decoder_is_found(monkeypatch):
     model = tiny("BartForConditionalGeneration")
     surgery.convert(model, Plan.of("local", left=3))
-    trial = regime.trials(model)[0]
-    assert layerwise.padding(model, trial) < 1e-4
+    trial = verify.trials(model)[0]
+    assert verify.padding_by_layer(model, trial) < 1e-4
     attend = LocalAttention.forward
     monkeypatch.setattr(
         LocalAttention,
         "forward",
         lambda self, q, k, v, key_mask=None, **more: attend(self, q, k, v, None if self.causal else key_mask, **more),
     )
-    assert layerwise.padding(model, trial) > 1e-2
+    assert verify.padding_by_layer(model, trial) > 1e-2

@@ -5,9 +5,9 @@ import signal
 import pytest
 import torch
 
-from approx.conversion import clean_process, surgery
-from approx.planning.example_inputs import example_inputs
+from approx.conversion import surgery, verify
 from approx.planning.plan import Plan
+from approx.planning.positions import example_inputs
 from approx_kernels.dispatch.implementation import implementation
 from zoo import tiny
 
@@ -28,32 +28,32 @@ def test_each_folder_is_loaded_by_itself_and_a_broken_one_costs_no_other(convert
     code = next(folder.glob("modeling_*.py"))
     written = code.read_text("utf-8")
     code.write_text(f"import approx\n{written}", encoding="utf-8")
-    with pytest.raises(clean_process.ReloadError, match="approx is blocked in this check"):
-        clean_process.first_outputs(folder, "AutoModel", [inputs])
+    with pytest.raises(verify.ReloadError, match="approx is blocked in this check"):
+        verify.first_outputs(folder, "AutoModel", [inputs])
     code.write_text(f"print(0)\n{written}", encoding="utf-8")
-    assert torch.equal(clean_process.first_outputs(folder, "AutoModel", [inputs])[0], out)
-    with pytest.raises(clean_process.ReloadError, match="nowhere"):
-        clean_process.first_outputs(folder.with_name("nowhere"), "AutoModel", [inputs])
+    assert torch.equal(verify.first_outputs(folder, "AutoModel", [inputs])[0], out)
+    with pytest.raises(verify.ReloadError, match="nowhere"):
+        verify.first_outputs(folder.with_name("nowhere"), "AutoModel", [inputs])
 
 
 @pytest.mark.slow
 def test_where_nothing_can_be_forked_a_process_loads_one_folder(converted, monkeypatch):
     folder, inputs, out = converted
-    monkeypatch.setattr(clean_process, "_FORKS", False)
-    monkeypatch.setattr(clean_process, "_current", None)
-    assert torch.equal(clean_process.first_outputs(folder, "AutoModel", [inputs])[0], out)
-    assert clean_process._current
-    assert not clean_process._current.usable
+    monkeypatch.setattr(verify, "_FORKS", False)
+    monkeypatch.setattr(verify, "_current", None)
+    assert torch.equal(verify.first_outputs(folder, "AutoModel", [inputs])[0], out)
+    assert verify._current
+    assert not verify._current.usable
 
 
 def test_a_process_that_died_is_told_and_followed_by_another(converted, monkeypatch):
     folder, inputs, out = converted
-    monkeypatch.setattr(clean_process, "_current", None)
-    clean_process.begin()
-    process = clean_process._current
+    monkeypatch.setattr(verify, "_current", None)
+    verify.begin()
+    process = verify._current
     assert process
     process._process.send_signal(signal.SIGKILL)
-    with pytest.raises(clean_process.ReloadError, match="it died"):
+    with pytest.raises(verify.ReloadError, match="it died"):
         process.first_outputs(folder, "AutoModel", [inputs])
     assert not process.usable
-    assert torch.equal(clean_process.first_outputs(folder, "AutoModel", [inputs])[0], out)
+    assert torch.equal(verify.first_outputs(folder, "AutoModel", [inputs])[0], out)

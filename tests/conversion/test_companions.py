@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from approx.checkpoints import checkpoint, foreign
 from approx.conversion import convert, verify
-from approx.conversion.companions import code_to_carry, copy_companions
+from approx.conversion.convert import code_to_carry, copy_companions
 from approx.errors import ApproxError, Exit
 from approx.planning.plan import Plan, Rule
 from tiny_classifier import tiny_tokenizer

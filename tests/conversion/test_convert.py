@@ -10,8 +10,8 @@ import transformers
 from safetensors.torch import load_file
 
 from approx.checkpoints import checkpoint
-from approx.checkpoints.receipt import read_receipt
-from approx.conversion import checks, convert, surgery, writing
+from approx.checkpoints.history import read_receipt
+from approx.conversion import convert, surgery, verify
 from approx.errors import ApproxError, Exit
 from approx.mechanisms import MECHANISMS
 from approx.planning.plan import Plan, Rule
@@ -45,7 +45,7 @@ def test_the_folder_is_whole_and_ordinary(converted, base):
     folder, _, steps = converted
     check_seal(folder)
     names = {path.name for path in folder.iterdir()}
-    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md", MANIFEST, writing.RECEIPT} <= names
+    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md", MANIFEST, convert.RECEIPT} <= names
     assert "training_args.bin" not in names
     assert {path.name for path in folder.parent.iterdir()} == {"base", "converted"}
     assert steps[0] == "reading the config"
@@ -179,7 +179,7 @@ def test_a_mechanism_that_lets_padding_through_is_not_written(base, tmp_path, mo
         convert.convert(base, out, Plan.of("local", left=30, right=30))
     assert caught.value.exit_code == Exit.VERIFICATION
     assert {path.name for path in tmp_path.iterdir()} == {"out.failed"}
-    results = json.loads((tmp_path / "out.failed" / writing.RECEIPT).read_text())["checks"]
+    results = json.loads((tmp_path / "out.failed" / convert.RECEIPT).read_text())["checks"]
     assert "padding cannot matter" in {check["name"] for check in results if check["passed"] is False}
 
 
@@ -191,7 +191,7 @@ def test_a_failure_while_writing_leaves_the_existing_folder(base, tmp_path, monk
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(writing, "copy_companions", full)
+    monkeypatch.setattr(convert, "copy_companions", full)
     with pytest.raises(ApproxError, match="No space left") as caught:
         convert.convert(base, tmp_path / "out", PLAN, force=True)
     assert caught.value.exit_code == Exit.UNAVAILABLE
@@ -205,11 +205,11 @@ def test_the_checks_hold_on_every_family(architecture, tmp_path):
     model = tiny(architecture)
     before = dict(model.state_dict())
     plan = Plan.of("local", left=3, right=3)
-    results = [checks.exact_limit(model, plan)]
+    results = [verify.exact_limit(model, plan)]
     surgery.convert(model, plan)
-    results += [checks.padding(model), checks.causality(model)]
+    results += [verify.padding(model), verify.causality(model)]
     model.save_pretrained(tmp_path)
-    results.append(checks.weights(tmp_path, before))
+    results.append(verify.weights(tmp_path, before))
     assert [check for check in results if check.passed is False] == []
     assert sum(check.passed is True for check in results) >= 2
 
@@ -229,7 +229,7 @@ def test_experts_go_through_every_check_and_come_back_as_their_files_held_them(t
 def test_what_is_slow_at_the_exact_limit_alone_is_not_told(caplog):
     caplog.set_level("INFO", "approx_kernels")
     # C runs the plan, which has no window, but not the wide window of the exact limit.
-    assert checks.exact_limit(tiny("BertModel"), Plan.of("linear")).passed
+    assert verify.exact_limit(tiny("BertModel"), Plan.of("linear")).passed
     assert not [line for line in caplog.messages if "plain PyTorch" in line]
 
 
@@ -238,23 +238,23 @@ def test_a_check_sees_what_it_is_for(tmp_path):
     surgery.convert(model, Plan.of("local", left=3, right=3))
     before = dict(model.state_dict())
     model.save_pretrained(tmp_path)
-    assert checks.weights(tmp_path, before).passed
+    assert verify.weights(tmp_path, before).passed
     before["transformer.h.0.ln_1.weight"] = before["transformer.h.0.ln_1.weight"] + 1e-7
-    assert checks.weights(tmp_path, before).passed is False
+    assert verify.weights(tmp_path, before).passed is False
     for site in model.config.approx["sites"]:
         model.base_model.get_submodule(site).mechanism.causal = False
-    assert checks.causality(model).passed is False
+    assert verify.causality(model).passed is False
 
 
 def test_a_head_that_tells_padding_by_a_token_is_checked_without_one(tmp_path):
     model = tiny("GPT2ForSequenceClassification", pad_token_id=None)
     plan = Plan.of("local", left=3)
-    assert checks.exact_limit(model, plan).passed
+    assert verify.exact_limit(model, plan).passed
     surgery.convert(model, plan)
-    assert checks.padding(model).passed
-    assert checks.causality(model).passed
+    assert verify.padding(model).passed
+    assert verify.causality(model).passed
     model.save_pretrained(tmp_path)
-    assert checks.fresh_process(tmp_path, model).passed
+    assert verify.fresh_process(tmp_path, model).passed
 
 
 def test_the_real_checkpoint_converts_and_comes_back(shared_checkpoints, tmp_path):

@@ -2,9 +2,9 @@
 
 import pytest
 
-from approx.conversion import checks, surgery
-from approx.planning.example_inputs import example_inputs
+from approx.conversion import surgery, verify
 from approx.planning.plan import Plan
+from approx.planning.positions import example_inputs
 from forms import KINDS, SMALL
 from zoo import difference, outputs, tiny
 
@@ -28,9 +28,9 @@ def test_every_mechanism_converts_and_comes_back_from_its_folder(name, architect
     model = tiny(architecture)
     plan = Plan.of(name.split()[0], **SMALL.get(name, {}))
     inputs = example_inputs(model, 24, batch=2, padded=7)
-    results = [checks.exact_limit(model, plan)]
+    results = [verify.exact_limit(model, plan)]
     surgery.convert(model, plan, calibration=inputs)
-    results += [checks.padding(model), checks.causality(model)]
+    results += [verify.padding(model), verify.causality(model)]
     assert [check for check in results if check.passed is False] == []
     before = outputs(model, inputs)
     model.save_pretrained(tmp_path)

@@ -11,8 +11,8 @@ from approx.checkpoints import checkpoint
 from approx.conversion import convert, export, surgery
 from approx.errors import ApproxError, Exit
 from approx.mechanisms import MECHANISMS
-from approx.planning.example_inputs import example_inputs
 from approx.planning.plan import Plan
+from approx.planning.positions import example_inputs
 from forms import SMALL
 from zoo import tiny
 

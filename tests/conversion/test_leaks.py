@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from approx.conversion import checks, convert, regime, surgery, writing
+from approx.conversion import convert, surgery, verify
 from approx.conversion.calibration import mechanisms
 from approx.errors import ApproxError, Exit
 from approx.mechanisms import MECHANISMS
@@ -107,7 +107,7 @@ def refused(base, out, plan):
         convert.convert(base, out, plan)
     assert caught.value.exit_code == Exit.VERIFICATION == 6
     assert not out.exists()
-    results = json.loads((out.with_name(f"{out.name}.failed") / writing.RECEIPT).read_text())["checks"]
+    results = json.loads((out.with_name(f"{out.name}.failed") / convert.RECEIPT).read_text())["checks"]
     return {check["name"] for check in results if check["passed"] is False}
 
 
@@ -144,7 +144,7 @@ def test_exact_below_hides_nothing(bases, tmp_path, monkeypatch):
 def test_checks_leave_exact_below_as_it_was():
     model = tiny("BertModel")
     surgery.convert(model, Plan.of("local", exact_below=50, left=3))
-    assert checks.padding(model).passed
+    assert verify.padding(model).passed
     assert {mechanism.exact_below for mechanism in mechanisms(model)} == {50}
 
 
@@ -175,20 +175,22 @@ def test_the_receipt_says_at_which_lengths_each_check_ran(bases, tmp_path):
 def test_what_is_exact_at_every_length_of_a_model_is_said(left, words):
     model = tiny("GPT2LMHeadModel")
     surgery.convert(model, Plan.of("local", left=left))
-    for check in (checks.padding(model), checks.causality(model)):
+    for check in (verify.padding(model), verify.causality(model)):
         assert check.passed
         assert check.lengths[-1] in (63, 64)
-    assert words in checks.padding(model).detail
+    assert words in verify.padding(model).detail
 
 
 def test_images_have_one_length_and_speech_any():
     images, speech = tiny("ViTForImageClassification"), tiny("Wav2Vec2Model")
     for model in (images, speech):
         surgery.convert(model, Plan.of("local", left=50, right=50))
-    assert regime.trials(images) == [(37, 0)]
-    assert regime.unseen(images, 37) == "; exact at every length this model takes: layers 0-2"
-    assert regime.trials(speech) == [(40, 10), (68, 8)]
-    assert checks.padding(speech).passed
+    assert verify.trials(images) == [(37, 0)]
+    assert verify.not_approximated(images, 37) == "; exact at every length this model takes: layers 0-2"
+    assert verify.trials(speech) == [(40, 10), (68, 8)]
+    assert verify.padding(speech).passed
     surgery.revert(speech)
     surgery.convert(speech, Plan.of("local", left=5000, right=5000))
-    assert regime.unseen(speech, 4096) == "; not checked where they approximate, from 5002 tokens on: layers 0-2"
+    assert (
+        verify.not_approximated(speech, 4096) == "; not checked where they approximate, from 5002 tokens on: layers 0-2"
+    )

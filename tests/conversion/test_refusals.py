@@ -6,13 +6,13 @@ import pytest
 import torch
 import transformers
 
-from approx.conversion import checks, convert, surgery
+from approx.conversion import convert, surgery, verify
 from approx.errors import ApproxError, Exit
 from approx.inspection import inspect
 from approx.inspection import plan as predicted
 from approx.planning.anatomy import anatomy, attends_causally
-from approx.planning.example_inputs import example_inputs
 from approx.planning.plan import Plan
+from approx.planning.positions import example_inputs
 from zoo import tiny
 
 _SMALL: dict[str, Any] = {
@@ -102,7 +102,7 @@ def test_every_kind_of_rotary_positions_converts(kind):
     plain = tiny("LlamaForCausalLM")
     found, expected = (anatomy(one.config, type(one)) for one in (model, plain))
     assert (found.sites, found.flops_per_position) == (expected.sites, expected.flops_per_position)
-    assert checks.exact_limit(model, Plan.of("local", left=4)).passed
+    assert verify.exact_limit(model, Plan.of("local", left=4)).passed
 
 
 @pytest.mark.parametrize("mechanism", ["local", "exact"])

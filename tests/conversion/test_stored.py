@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from approx.conversion import convert
-from approx.conversion.stored import keep_dtypes
+from approx.conversion.convert import keep_dtypes
 from approx.planning.plan import Plan
 from approx.seam.manifest import MANIFEST
 from tiny_study import tiny_checkpoint
@@ -50,7 +50,7 @@ def test_the_dtype_of_every_tensor_survives_conversion_and_reversal(
     config = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")} | said
     (base / "config.json").write_text(json.dumps(config))
     # The reload in a process of its own is slow, and has tests of its own.
-    monkeypatch.setattr("approx.conversion.checks.fresh_process", lambda folder, model: convert.checks.causality(model))
+    monkeypatch.setattr("approx.conversion.verify.fresh_process", lambda folder, model: convert.verify.causality(model))
     convert.convert(base, tmp_path / "converted", PLAN, max_length=max_length)
     written = load_file(tmp_path / "converted" / "model.safetensors")
     assert {name: tensor.dtype for name, tensor in written.items() if name in state} == {

@@ -15,8 +15,8 @@ from approx.conversion import surgery
 from approx.errors import ApproxError, Exit
 from approx.mechanisms import MECHANISMS
 from approx.planning.anatomy import anatomy
-from approx.planning.example_inputs import example_inputs
 from approx.planning.plan import Plan, Rule
+from approx.planning.positions import example_inputs
 from zoo import FAMILIES, OTHER_HEADS, UNNAMED, difference, exact_plan, outputs, tiny
 
 TOKEN_FAMILIES = [name for name in FAMILIES if not name.startswith(("Wav2Vec2", "Hubert", "ViT", "Whisper"))]

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 import approx
 from approx.checkpoints.checkpoint import load
 from approx.conversion import convert, verify
-from approx.conversion.layer_error import Damage
+from approx.conversion.verify import Damage
 from approx.errors import ApproxError, Exit
 from approx.mechanisms import MECHANISMS
 from approx.planning.plan import Plan

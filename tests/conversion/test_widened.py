@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from approx.conversion import checks, surgery
-from approx.conversion import widened as module
-from approx.conversion.widened import in_float32, widened
-from approx.planning.example_inputs import example_inputs
+from approx.conversion import clean_process as module
+from approx.conversion import surgery, verify
+from approx.conversion.clean_process import in_float32, widened
 from approx.planning.plan import Plan
+from approx.planning.positions import example_inputs
 from zoo import FAMILIES, tiny
 
 
@@ -71,6 +71,6 @@ def test_a_model_of_32_bits_is_left_alone():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_exact_limit_of_a_model_of_16_bits_is_checked_in_float32(dtype):
-    check = checks.exact_limit(tiny("LlamaForCausalLM").to(dtype), Plan.of("local", left=4))
+    check = verify.exact_limit(tiny("LlamaForCausalLM").to(dtype), Plan.of("local", left=4))
     assert check.passed
     assert float(check.detail.split()[-1]) < 2e-6

@@ -5,10 +5,9 @@ import torch
 
 from approx.errors import ApproxError, Exit
 from approx.evaluation.bench import Contender, _paired, _ratio, bench, crossover
-from approx.evaluation.interleave import Runner
 from approx.evaluation.options import BenchStage
-from approx.evaluation.record_speed import Ratio, Speed, Spread
-from approx.evaluation.timing import Sample
+from approx.evaluation.record import Ratio, Speed, Spread
+from approx.evaluation.timing import Runner, Sample
 from typed import known
 
 

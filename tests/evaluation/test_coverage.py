@@ -8,11 +8,11 @@ import pyarrow.parquet
 import pytest
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from approx.evaluation.coverage import Coverage, coverage, mean_pairs
 from approx.evaluation.evaluate import Subject, evaluate, prepare
+from approx.evaluation.inputs import Coverage, coverage, mean_pairs
 from approx.evaluation.options import EvaluateOptions
 from approx.evaluation.quality import compare
-from approx.evaluation.record_model import Approximated
+from approx.evaluation.record import Approximated
 from approx.evaluation.statistics import verdict
 from approx.tasks import Example, Split, open_task
 from approx.tasks.metrics import METRICS

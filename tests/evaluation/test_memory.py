@@ -7,8 +7,8 @@ import psutil
 import pytest
 import torch
 
-from approx.evaluation import memory
-from approx.evaluation.memory import is_out_of_memory, memory_limit, peak_mb
+from approx.evaluation import timing
+from approx.evaluation.timing import is_out_of_memory, memory_limit, peak_mb
 
 CPU = torch.device("cpu")
 MEGABYTE = 1_000_000
@@ -65,7 +65,7 @@ def test_a_limit_that_the_user_set_is_neither_raised_nor_forgotten():
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     lines = Path("/proc/self/status").read_text().splitlines()
     held = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))
-    available = memory.available_bytes(torch.device("cpu"))
+    available = timing.available_bytes(torch.device("cpu"))
     with memory_limit(CPU):
         inside, _ = resource.getrlimit(resource.RLIMIT_DATA)
         assert inside == pytest.approx(held + available, rel=0.1)
@@ -98,8 +98,8 @@ def test_a_container_may_have_less_than_its_machine(limit, used, expected, tmp_p
     (folder / "memory.current").write_text(used)
     if limit is not None:
         (folder / "memory.max").write_text(limit)
-    monkeypatch.setattr(memory, "Path", lambda name: tmp_path / name.removeprefix("/"))
+    monkeypatch.setattr(timing, "Path", lambda name: tmp_path / name.removeprefix("/"))
     machine = psutil.virtual_memory().available
-    assert memory.available_bytes(torch.device("cpu")) == pytest.approx(
+    assert timing.available_bytes(torch.device("cpu")) == pytest.approx(
         machine if expected is None else expected, rel=0.2
     )

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from approx.evaluation.evaluate import Subject, evaluate, predict, prepare
+from approx.evaluation.evaluate import Ledger, Subject, default_folder, evaluate, fingerprint, predict, prepare
 from approx.evaluation.options import EvaluateOptions
-from approx.evaluation.prediction_cache import Ledger, default_folder, fingerprint
 from approx.tasks import open_task
 from tiny_classifier import WORDS, tiny_model, tiny_tokenizer
 

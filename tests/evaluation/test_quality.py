@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from approx.evaluation.coverage import Coverage
 from approx.evaluation.evaluate import Subject, evaluate
+from approx.evaluation.inputs import Coverage
 from approx.evaluation.quality import Compared, compare, over_records, over_tasks
-from approx.evaluation.record_model import BaseQuality, Quality, QualityVariant, Record
+from approx.evaluation.record import BaseQuality, Quality, QualityVariant, Record
 from approx.tasks import Example, open_task
 from tiny_classifier import tiny_model, tiny_tokenizer
 from typed import known, part_of

@@ -11,7 +11,7 @@ import pytest
 
 from approx.errors import ApproxError, Exit
 from approx.evaluation import record as records
-from approx.evaluation.record_model import Quality
+from approx.evaluation.record import Quality
 from typed import part_of, record_of
 
 ROOT = Path(__file__).resolve().parents[2]

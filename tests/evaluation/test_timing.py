@@ -8,10 +8,22 @@ import psutil
 import pytest
 import torch
 
-from approx.evaluation import baseline as baselines
-from approx.evaluation.interleave import Runner, _order, race
-from approx.evaluation.memory import is_out_of_memory, memory_limit, peak_mb
-from approx.evaluation.timing import Neighbours, Sample, repeats_for, timed, undisturbed, wait_idle, warm_up
+from approx.evaluation import evaluate as baselines
+from approx.evaluation.timing import (
+    Neighbours,
+    Runner,
+    Sample,
+    _order,
+    is_out_of_memory,
+    memory_limit,
+    peak_mb,
+    race,
+    repeats_for,
+    timed,
+    undisturbed,
+    wait_idle,
+    warm_up,
+)
 
 CPU = torch.device("cpu")
 
@@ -27,7 +39,7 @@ def test_turns_are_interleaved_and_rotate_and_the_base_has_two(monkeypatch: pyte
         order += names[call]
         return timed(call, repeats, device)
 
-    monkeypatch.setattr("approx.evaluation.interleave.timed", note)
+    monkeypatch.setattr("approx.evaluation.timing.timed", note)
     race(runners, CPU, rounds=4, seconds=0.0, warm_up_seconds=0.0)
     assert order.startswith("ABAC" + "BACA" + "ACAB" + "CABA")
     for runner in runners:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from approx.errors import ApproxError, Exit
-from approx.evaluation.timing_inputs import sound_inputs, text_inputs
+from approx.evaluation.timing import sound_inputs, text_inputs
 from approx.tasks import Example, open_task
 from approx.tasks.glue import Glue
 from approx.tasks.task import Encoding

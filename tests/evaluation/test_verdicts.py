@@ -3,7 +3,7 @@
 import pytest
 
 from approx.evaluation.bench import crossover
-from approx.evaluation.record_speed import BUSY, Crossover, Speed
+from approx.evaluation.record import BUSY, Crossover, Speed
 from typed import known, part_of
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from approx.errors import ApproxError, Exit
-from approx.finetuning.data import Schedule, _long_enough, digest_of, overlap, read, steps_of_pass, tensors_to
 from approx.finetuning.options import FinetuneStage
+from approx.finetuning.trainer import Schedule, _long_enough, digest_of, overlap, read_data, steps_of_pass, tensors_to
 from approx.tasks.example import Example, Split
 from tiny_classifier import tiny_model, tiny_tokenizer
 from tiny_study import LABELS, SENTENCES
@@ -27,7 +27,7 @@ def sst2(tmp_path):
 
 
 def data_of(options: FinetuneStage, model=None, *, labelled: bool = True, language="clm"):
-    return read(options, model or tiny_model(2, LABELS), tiny_tokenizer(), labelled=labelled, language=language)
+    return read_data(options, model or tiny_model(2, LABELS), tiny_tokenizer(), labelled=labelled, language=language)
 
 
 def test_a_tenth_is_held_out_at_most_and_never_trained_on(sst2):
@@ -169,7 +169,7 @@ def test_text_is_predicted_and_hides_other_words_in_every_pass(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.add_special_tokens({"mask_token": "[MASK]"})
     model = tiny("BertForMaskedLM")
-    made = read(FinetuneStage(text=[str(file)], length=16), model, tokenizer, labelled=True, language="mlm")
+    made = read_data(FinetuneStage(text=[str(file)], length=16), model, tokenizer, labelled=True, language="mlm")
     first, second, again = made.batch([0], 0), made.batch([0], 1), made.batch([0], 1)
     assert not torch.equal(first["labels"], second["labels"])
     assert torch.equal(second["labels"], again["labels"])
@@ -185,7 +185,7 @@ def test_inputs_of_later_passes_are_as_short_as_asked_for(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.add_special_tokens({"mask_token": "[MASK]"})
     options = FinetuneStage(task="mlm", data=str(file), length=16)
-    made = read(options, tiny("BertForMaskedLM"), tokenizer, labelled=True, language="mlm")
+    made = read_data(options, tiny("BertForMaskedLM"), tokenizer, labelled=True, language="mlm")
     assert [made.batch([0], passed)["input_ids"].shape[1] for passed in (0, 1)] == [16, 16]
 
 
@@ -194,7 +194,7 @@ def test_the_end_of_a_text_is_held_out(tmp_path):
 
     file = tmp_path / "corpus.txt"
     file.write_text("the film is not very good the film is bad dull fine long " * 60)
-    made = read(
+    made = read_data(
         FinetuneStage(text=[str(file)], length=16),
         tiny("GPT2LMHeadModel"),
         tiny_tokenizer(),
@@ -315,7 +315,7 @@ def test_texts_are_read_whole_one_after_the_other_in_windows_of_the_length(langu
     tokenizer = tiny_tokenizer()
     tokenizer.add_special_tokens({"mask_token": "[MASK]"})
     options = FinetuneStage(text=[str(file) for file in files], length=16, validation=1)
-    made = read(options, tiny(architecture), tokenizer, labelled=True, language=language)
+    made = read_data(options, tiny(architecture), tokenizer, labelled=True, language=language)
     assert {example.inputs["text"][:3] for example in made.split.examples} == {"the", "bad"}
     assert made.held_out.examples[-1].inputs["text"].startswith("bad")
     assert max(made.tokens(row) for row in range(len(made.rows))) == 16
@@ -339,7 +339,7 @@ def test_a_model_without_a_limit_reads_text_in_windows_of_512_tokens(tmp_path, m
     file.write_text("bad " * 3000)
     monkeypatch.setattr("approx.planning.positions.limit", lambda config: None)
     options = FinetuneStage(text=[str(file)])
-    made = read(options, tiny("GPT2LMHeadModel"), tiny_tokenizer(), labelled=True, language="clm")
+    made = read_data(options, tiny("GPT2LMHeadModel"), tiny_tokenizer(), labelled=True, language="clm")
     assert max(made.tokens(row) for row in range(len(made.rows))) == 512
 
 

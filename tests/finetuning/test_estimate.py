@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from approx.finetuning import estimate as estimating
-from approx.finetuning.estimate import estimate
-from approx.finetuning.preparation import prepare_training
+from approx.finetuning import finetune as estimating
+from approx.finetuning.finetune import estimate, prepare_training
 from tiny_classifier import tiny_tokenizer
 from tiny_training import model_of, options_of, write_sst2
 

@@ -15,7 +15,7 @@ from approx.conversion import surgery
 from approx.errors import ApproxError, Exit
 from approx.finetuning.finetune import BudgetMetError, finetune
 from approx.finetuning.options import FinetuneStage
-from approx.finetuning.phase import Measure, Outcome
+from approx.finetuning.trainer import Measure, Outcome
 from approx.planning.plan import Plan
 from tiny_classifier import tiny_tokenizer
 from tiny_training import ROWS, model_of, options_of, trained
@@ -55,18 +55,18 @@ def test_it_learns_a_task_and_says_what_it_did(sst2, tmp_path):
 
 
 def test_the_weights_of_the_best_step_are_kept(sst2, tmp_path, monkeypatch):
-    from approx.finetuning import preparation
+    from approx.finetuning import finetune
 
     values = iter([0.5, 0.9, 0.6, 0.6, 0.9])
-    monkeypatch.setattr(preparation, "predict", lambda *args, **more: [])
-    original = preparation._measure
+    monkeypatch.setattr(finetune, "predict", lambda *args, **more: [])
+    original = finetune._measure
 
     def measured(*args: Any, **more: Any) -> Any:
         made = original(*args, **more)
         made.value = lambda: next(values, 0.9)
         return made
 
-    monkeypatch.setattr(preparation, "_measure", measured)
+    monkeypatch.setattr(finetune, "_measure", measured)
     states = {}
     model = model_of(None)
 
@@ -215,7 +215,7 @@ def test_the_shortest_input_that_is_approximated_is_named(sst2, tmp_path):
 
 
 def test_reporting_needs_its_package_before_any_work(sst2, tmp_path, monkeypatch):
-    monkeypatch.setattr("approx.finetuning.preparation.find_spec", lambda name: None if name == "trackio" else name)
+    monkeypatch.setattr("approx.finetuning.finetune.find_spec", lambda name: None if name == "trackio" else name)
     with pytest.raises(
         ApproxError, match=r"Reporting to trackio needs the package trackio.*pip install trackio"
     ) as caught:
@@ -343,7 +343,7 @@ def test_a_budget_is_a_loss_against_exact_attention_on_the_worse_side(
     layer = model.bert.encoder.layer[0].attention.self.mechanism
     # With exact attention, every input is too short for the mechanism.
     measure = Measure(name, lower, lambda: exact if layer.exact_below > 1000 else before)
-    monkeypatch.setattr("approx.finetuning.preparation._measure", lambda *words: measure)
+    monkeypatch.setattr("approx.finetuning.finetune._measure", lambda *words: measure)
 
     def stop(what: str, n: int, total: int) -> None:
         if " | " in what:

@@ -14,12 +14,10 @@ from transformers import AutoModelForSequenceClassification
 import approx
 from approx.checkpoints import checkpoint
 from approx.checkpoints.atomic_folder import CLAIM
-from approx.checkpoints.history import history, trainings
-from approx.checkpoints.receipt import read_receipt
+from approx.checkpoints.history import history, read_receipt, trainings
 from approx.conversion.convert import convert, revert
 from approx.errors import ApproxError, Exit
-from approx.finetuning import folder
-from approx.finetuning.folder import finetune_folder, rehearse
+from approx.finetuning.finetune import finetune_folder, rehearse
 from approx.finetuning.options import FinetuneStage
 from approx.finetuning.trainer import Interrupted
 from approx.planning.plan import Plan
@@ -147,7 +145,7 @@ def test_a_training_killed_after_its_last_step_is_resumed_to_what_it_wrote(study
     def die(*args: Any) -> None:
         raise Killed
 
-    monkeypatch.setattr(folder, "remove", die)
+    monkeypatch.setattr("approx.finetuning.finetune.remove", die)
     with pytest.raises(Killed):
         finetune_folder(study / "converted", tmp_path / "healed", options)
     monkeypatch.undo()
@@ -238,7 +236,7 @@ def test_both_checkpoints_are_opened_as_asked(study, tmp_path, monkeypatch):
         asked.append((str(name), more))
         return original(name)
 
-    monkeypatch.setattr("approx.finetuning.folder.checkpoint.load", load)
+    monkeypatch.setattr("approx.finetuning.finetune.checkpoint.load", load)
     options, teacher = options_of(study, recover=["distill"], steps=1), str(study / "base")
     for given in (True, False):
         ways = {"offline": given, "merge_adapter": given, "device": "cpu" if given else "cuda"}

@@ -10,8 +10,8 @@ from approx.finetuning.finetune import finetune
 from approx.finetuning.options import FinetuneStage
 from approx.mechanisms import MECHANISMS
 from approx.planning.anatomy import anatomy
-from approx.planning.example_inputs import example_inputs
 from approx.planning.plan import Plan
+from approx.planning.positions import example_inputs
 from approx.seam.observe import Call, observe
 from forms import SMALL
 from tiny_speech import recogniser, some_utterances, sound, speech_processor, write_utterances

@@ -9,11 +9,19 @@ from transformers.utils.generic import ModelOutput
 
 from approx.conversion import surgery
 from approx.conversion.calibration import mechanisms
-from approx.finetuning.objectives import Distill, Supervised, Transfer, exactly, relative_error, teacher_of
 from approx.finetuning.options import Distillation
-from approx.finetuning.parameters import attention_layers, own_parameters
-from approx.planning.example_inputs import example_inputs
+from approx.finetuning.trainer import (
+    Distill,
+    Supervised,
+    Transfer,
+    attention_layers,
+    exactly,
+    own_parameters,
+    relative_error,
+    teacher_of,
+)
 from approx.planning.plan import Plan, Rule
+from approx.planning.positions import example_inputs
 from approx.seam.observe import observe
 from zoo import tiny
 

@@ -6,7 +6,7 @@ import torch
 from approx.conversion import surgery
 from approx.errors import ApproxError
 from approx.finetuning.options import Lora
-from approx.finetuning.parameters import (
+from approx.finetuning.trainer import (
     add_adapters,
     attention_layers,
     check_modes,
@@ -15,8 +15,8 @@ from approx.finetuning.parameters import (
     own_parameters,
     remove_adapters,
 )
-from approx.planning.example_inputs import example_inputs
 from approx.planning.plan import Plan
+from approx.planning.positions import example_inputs
 from zoo import tiny
 
 BLOCKS = {

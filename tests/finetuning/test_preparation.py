@@ -7,11 +7,9 @@ import torch
 
 from approx.conversion import surgery
 from approx.errors import ApproxError, Exit
-from approx.finetuning.objectives import Distill, Supervised, Transfer
+from approx.finetuning.finetune import measure_of, prepare_training, with_adapters
 from approx.finetuning.options import FinetuneStage
-from approx.finetuning.parameters import head_parameters, own_parameters
-from approx.finetuning.phase import Measure
-from approx.finetuning.preparation import measure_of, prepare_training, with_adapters
+from approx.finetuning.trainer import Distill, Measure, Supervised, Transfer, head_parameters, own_parameters
 from approx.planning.plan import Plan
 from tiny_classifier import tiny_tokenizer
 from tiny_training import model_of, write_sst2
@@ -212,8 +210,8 @@ def test_processes_share_the_held_out_batches_and_weigh_them_by_their_inputs(dat
     parts: list[tuple[float, int]] = []
     values = []
     for rank in (0, 1):
-        monkeypatch.setattr("approx.evaluation.distributed.place", lambda rank=rank: (rank, 2))
-        monkeypatch.setattr("approx.evaluation.distributed.gather", lambda part: parts.append(part) or parts)
+        monkeypatch.setattr("approx.evaluation.evaluate.place", lambda rank=rank: (rank, 2))
+        monkeypatch.setattr("approx.evaluation.evaluate.gather", lambda part: parts.append(part) or parts)
         values.append(known(measure_of(phase, made, model).value)())
     # Batches of 3, 3 and 2 inputs, dealt in turn.
     assert [count for _, count in parts] == [5, 3]
@@ -258,7 +256,7 @@ def test_a_value_suffices_on_its_own_side_of_the_budget(lower, enough, value, su
 
 
 def test_what_is_missing_is_told_before_the_data_are_read(data, monkeypatch):
-    monkeypatch.setattr("approx.finetuning.preparation.find_spec", lambda name: None)
+    monkeypatch.setattr("approx.finetuning.finetune.find_spec", lambda name: None)
     with pytest.raises(ApproxError, match="Training needs the package accelerate") as caught:
         prepared("nowhere", recover=["task"])
     assert caught.value.exit_code == Exit.MISSING

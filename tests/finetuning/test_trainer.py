@@ -12,11 +12,8 @@ import pytest
 import torch
 
 from approx.errors import ApproxError, Exit
-from approx.finetuning.data import Schedule
-from approx.finetuning.phase import Measure
-from approx.finetuning.preparation import prepare_training
-from approx.finetuning.trainer import _Trainer, disk_errors, last_complete, train
-from approx.finetuning.watch import signals
+from approx.finetuning.finetune import prepare_training
+from approx.finetuning.trainer import Measure, Schedule, _Trainer, disk_errors, last_complete, signals, train
 from tiny_classifier import tiny_tokenizer
 from tiny_training import model_of, options_of, trained, write_sst2
 

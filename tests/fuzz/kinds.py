@@ -20,16 +20,16 @@ from approx import api, grid, recipe
 from approx.checkpoints import checkpoint
 from approx.checkpoints.atomic_folder import CLAIM, atomic_folder, claim, keep_failed, remove
 from approx.checkpoints.foreign import code_files, references
-from approx.conversion import companions
-from approx.conversion.calibration_inputs import CalibrationFile
+from approx.conversion import convert
+from approx.conversion.calibration import CalibrationFile
 from approx.conversion.verify import verify
 from approx.errors import ApproxError
 from approx.evaluation import record
-from approx.evaluation.prediction_cache import Ledger
+from approx.evaluation.evaluate import Ledger
 from approx.finetuning.finetune import finetune
 from approx.inspection import inspect, plan
 from approx.measuring.measure import silent
-from approx.pipeline import preflight, sweep
+from approx.pipeline import run, sweep
 from approx.pipeline.store import Stage, Store
 from approx.planning.plan import Plan
 from approx.publishing.report import write_report
@@ -107,7 +107,7 @@ def _plan(target: Path) -> None:
 
 
 def _recipe(target: Path) -> None:
-    preflight.check(recipe.read(target), offline=True)
+    run.check(recipe.read(target), offline=True)
 
 
 def _grid(target: Path) -> None:
@@ -219,10 +219,10 @@ def _companions(target: Path) -> None:
     """Copy what a conversion takes along, without foreign code and with it."""
     source = checkpoint.locate(_folder(target), offline=True)
     checkpoint.processor(source)
-    for carried in ({}, companions.code_to_carry(source, None)):
+    for carried in ({}, convert.code_to_carry(source, None)):
         with _scratch() as out:
             out.mkdir()
-            companions.copy_companions(source, out, carried)
+            convert.copy_companions(source, out, carried)
             _nothing_foreign(out, code=not carried)
 
 

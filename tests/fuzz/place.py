@@ -23,12 +23,12 @@ from safetensors.torch import load_file, save_file
 from approx.checkpoints import checkpoint
 from approx.checkpoints.atomic_folder import Claim, Kind, atomic_folder, claim, keep_failed
 from approx.conversion.convert import convert
-from approx.evaluation.prediction_cache import Ledger
+from approx.evaluation.evaluate import Ledger
 from approx.finetuning.finetune import finetune
 from approx.finetuning.options import FinetuneStage
 from approx.finetuning.trainer import Interrupted
 from approx.measuring.measure import silent
-from approx.pipeline.search import search
+from approx.pipeline.run import search
 from approx.pipeline.store import Stage, Store
 from approx.planning.plan import Plan, Rule
 from approx.searching.options import SearchStage

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import torch
 
-from approx.conversion import clean_process
+from approx.conversion import verify
 from fuzz.cases import Case, Verdict, drawn, judged
 from fuzz.mutations import OUTSIDE
 
@@ -172,7 +172,7 @@ def _serve(connection: Connection, other_end: Connection, place: Path, template:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if reloads:
-        clean_process.begin()
+        verify.begin()
     while True:
         try:
             order = connection.recv()

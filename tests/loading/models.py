@@ -12,8 +12,8 @@ from tokenizers import pre_tokenizers
 from transformers import ViTImageProcessorPil, WhisperFeatureExtractor, WhisperTokenizer
 
 from approx.conversion import convert, surgery
-from approx.planning.example_inputs import example_inputs
 from approx.planning.plan import Plan, Rule
+from approx.planning.positions import example_inputs
 from approx_kernels.dispatch.implementation import implementation
 from converted import auto_class
 from tiny_classifier import WORDS, tiny_tokenizer

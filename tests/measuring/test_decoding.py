@@ -13,7 +13,7 @@ from approx.errors import ApproxError, Exit
 from approx.evaluation import timing
 from approx.evaluation.bench import Contender, bench
 from approx.evaluation.options import BenchStage
-from approx.measuring.decoding import Decoder, cache_bytes, decoders, refuse
+from approx.measuring.prediction import Decoder, cache_bytes, decoders, refuse
 from approx.recipe import BASE, CEILING
 from approx.seam.attention_free import attention_free
 from approx.seam.dispatch import fastest_exact
@@ -77,7 +77,7 @@ def test_contenders_are_the_base_in_its_ways_and_the_variants(monkeypatch):
         with fastest_exact(model):
             yield
 
-    monkeypatch.setattr("approx.measuring.decoding.fastest_exact", noted)
+    monkeypatch.setattr("approx.measuring.prediction.fastest_exact", noted)
     made = decoders({BASE: base, "own": own}, 4)
     assert [(one.name, one.role) for one in made] == [
         (BASE, "base"), ("fastest way", "exact"), (CEILING, "ceiling"), ("own", "variant"),
@@ -171,7 +171,7 @@ def test_what_a_repetition_needs_is_prepared_before_each_and_not_timed(monkeypat
         timed_calls.append(repeats)
         return of(call, repeats, device)
 
-    monkeypatch.setattr("approx.evaluation.interleave.timed", note)
+    monkeypatch.setattr("approx.evaluation.timing.timed", note)
 
     def contender(name: str, **role) -> Contender:
         return Contender(name, lambda q: order.append(name), begin=lambda q: order.append(f"to {name}"), **role)

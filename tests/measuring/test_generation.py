@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from approx.errors import ApproxError, Exit
-from approx.measuring import generation
-from approx.measuring.generation import continued
-from approx.measuring.in_memory import in_memory
+from approx.measuring import prediction
+from approx.measuring.measure import in_memory
+from approx.measuring.prediction import continued
 from approx.recipe import BASE
 from tiny_classifier import WORDS
 from tiny_decoder import tiny_gpt2, words
@@ -26,7 +26,7 @@ def opened(*models: Any, tokenizers: Any = None) -> dict[str, Any]:
 def test_times_are_of_the_first_token_in_milliseconds_and_of_the_others_by_the_second(monkeypatch):
     # The prompt, its first token after 2 s, and then a token in every quarter of a second.
     clock = iter([100.0, 102.0, 102.25, *([7.0, 9.0, *(9.0 + 0.25 * token for token in range(1, 8))] * 2)])
-    monkeypatch.setattr(generation, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(prediction, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     (one,) = continued(opened(tiny_gpt2()), [PROMPT], max_new_tokens=8)
     entry = one["continuations"][BASE]
     assert (entry["first_token_ms"], entry["tokens_per_second"]) == (2000.0, 4.0)
@@ -35,9 +35,9 @@ def test_times_are_of_the_first_token_in_milliseconds_and_of_the_others_by_the_s
 
 def test_only_the_first_prompt_warms_up_with_each_model(monkeypatch):
     calls: list[tuple[Any, int]] = []
-    original = generation._continue
+    original = prediction._continue
     monkeypatch.setattr(
-        generation, "_continue", lambda one, ids, new, *more: calls.append((one, new)) or original(one, ids, new, *more)
+        prediction, "_continue", lambda one, ids, new, *more: calls.append((one, new)) or original(one, ids, new, *more)
     )
     both = opened(tiny_gpt2(), tiny_gpt2(mechanism="linear"))
     continued(both, [PROMPT, PROMPT], max_new_tokens=5)

@@ -11,7 +11,7 @@ import torch
 from approx import api
 from approx.checkpoints import checkpoint
 from approx.conversion import surgery
-from approx.measuring.identity import beside, code, computed_by, examples_read, identity, what_computes
+from approx.measuring.measure import beside, code, computed_by, examples_read, identity, what_computes
 from approx.planning.plan import Plan
 from approx.tasks import open_task
 from approx_kernels.cpu.compile import load
@@ -78,18 +78,18 @@ def test_outputs_are_kept_by_what_computes_them(monkeypatch):
     cpu = torch.device("cpu")
     said = set()
     for obstacle in (None, "no compiler"):
-        monkeypatch.setattr("approx.measuring.identity.compiler_obstacle", lambda obstacle=obstacle: obstacle)
+        monkeypatch.setattr("approx.measuring.measure.compiler_obstacle", lambda obstacle=obstacle: obstacle)
         for findings in ({}, {"softmax": {"way": "a"}}, {"softmax": {"way": "b"}}, {"topk": {"way": "a"}}):
-            monkeypatch.setattr("approx.measuring.identity.found", lambda kind, findings=findings: findings)
+            monkeypatch.setattr("approx.measuring.measure.found", lambda kind, findings=findings: findings)
             said.add(computed_by(cpu))
             # How long it took is none of it.
             timed = {name: {**one, "seconds": 3} for name, one in findings.items()}
-            monkeypatch.setattr("approx.measuring.identity.found", lambda kind, timed=timed: timed)
+            monkeypatch.setattr("approx.measuring.measure.found", lambda kind, timed=timed: timed)
             assert computed_by(cpu) in said
     assert len(said) == 8
     assert all(("PyTorch alone" in one) != (one.partition(", ")[2].startswith("C")) for one in said)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"the GPU {device.index}")
-    monkeypatch.setattr("approx.measuring.identity.found", lambda kind: {} if kind == "cuda" else None)
+    monkeypatch.setattr("approx.measuring.measure.found", lambda kind: {} if kind == "cuda" else None)
     assert computed_by(torch.device("cuda:1"), fast_products=True) == "the GPU 1, fast products"
 
 
@@ -160,7 +160,7 @@ def test_the_code_that_computes_counts_and_commands_pages_and_docstrings_do_not(
         (tmp_path / file).write_text(SOURCE, encoding="utf-8")
     (tmp_path / "approx_kernels" / "ops" / "op.c").write_text("int x;", encoding="utf-8")
     monkeypatch.setattr(
-        "approx.measuring.identity.find_spec", lambda name: SimpleNamespace(submodule_search_locations=[homes[name]])
+        "approx.measuring.measure.find_spec", lambda name: SimpleNamespace(submodule_search_locations=[homes[name]])
     )
 
     def changed(file: str, text: str, *rooms: tuple[str, ...]) -> bool:
@@ -170,7 +170,7 @@ def test_the_code_that_computes_counts_and_commands_pages_and_docstrings_do_not(
 
     other = SOURCE.replace("by=2", "by=3")
     assert not changed("approx/cli/run.py", other)
-    assert not changed("approx/publishing/page.py", other)
+    assert not changed("approx/publishing/report.py", other)
     assert not changed("approx/tasks/glue.py", SOURCE.replace("Widen", "Make wider"))
     assert changed("approx/tasks/glue.py", other)
     assert changed("approx_kernels/ops/op.py", other)

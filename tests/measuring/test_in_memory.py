@@ -10,8 +10,7 @@ import torch
 
 from approx.conversion import surgery
 from approx.errors import ApproxError
-from approx.measuring.identity import identity
-from approx.measuring.in_memory import in_memory
+from approx.measuring.measure import identity, in_memory
 from approx.planning.plan import Plan
 from tiny_classifier import tiny_model, tiny_tokenizer
 

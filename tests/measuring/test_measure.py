@@ -11,20 +11,17 @@ import torch
 import transformers
 from PIL import Image
 
-from approx.checkpoints.receipt import RECEIPT, Check, Receipt
+from approx.checkpoints.history import RECEIPT, Check, Receipt
 from approx.conversion import convert, surgery
 from approx.errors import ApproxError, Exit
 from approx.evaluation.bench import crossover
+from approx.evaluation.evaluate import fingerprint
 from approx.evaluation.options import BenchStage, EvaluateStage
-from approx.evaluation.prediction_cache import fingerprint
-from approx.evaluation.record_model import Quality, RecipeText
-from approx.evaluation.record_speed import Speed
-from approx.evaluation.record_training import Trained
-from approx.measuring import measure, variants
-from approx.measuring.identity import computed_by, identity
-from approx.measuring.in_memory import in_memory
-from approx.planning.example_inputs import example_inputs
+from approx.evaluation.record import Quality, RecipeText, Speed, Trained
+from approx.measuring import measure
+from approx.measuring.measure import computed_by, identity, in_memory
 from approx.planning.plan import Plan, Rule
+from approx.planning.positions import example_inputs
 from approx.recipe import BASE, CEILING
 from approx.seam.attention_free import attention_free
 from tiny_classifier import tiny_model, tiny_tokenizer
@@ -193,7 +190,7 @@ def test_a_record_names_the_base_its_variants_and_their_checks(opened, folders):
 def test_a_variant_is_verified_if_it_has_checks_and_none_failed(opened, monkeypatch, passed, verified):
     checks = [Check("one", each, "") for each in passed or []]
     receipt = None if passed is None else Receipt(swapped=[], left=[], cross_attention=0, added=[], checks=checks)
-    monkeypatch.setattr(variants, "read_receipt", lambda folder: receipt)
+    monkeypatch.setattr(measure, "read_receipt", lambda folder: receipt)
     (variant,) = measure.make_record(opened, title="", seed=0, command="").variants
     assert variant.verified is verified
     assert variant.receipt == (None if receipt is None else receipt.model_dump(mode="json"))

@@ -8,9 +8,8 @@ import torch
 from approx.checkpoints import checkpoint
 from approx.conversion import convert, surgery
 from approx.errors import ApproxError
-from approx.measuring import pair
-from approx.measuring.in_memory import in_memory
-from approx.measuring.pair import label_of, open_pair, with_extended_base
+from approx.measuring import measure
+from approx.measuring.measure import in_memory, label_of, open_pair, with_extended_base
 from approx.planning.plan import Plan
 from approx.recipe import BASE, CEILING
 from tiny_classifier import tiny_model, tiny_tokenizer
@@ -78,13 +77,13 @@ def test_a_loaded_model_is_not_changed_by_its_comparison():
 
 
 def test_both_models_are_opened_as_asked(folders, monkeypatch):
-    asked, original = [], pair.open_all
+    asked, original = [], measure.open_all
 
     def note(names: dict[str, str], device: str, dtype: str, **more: Any) -> Any:
         asked.append((names, device, dtype, more))
         return original(names, "cpu", "auto", offline=True)
 
-    monkeypatch.setattr(pair, "open_all", note)
+    monkeypatch.setattr(measure, "open_all", note)
     base, converted = folders
     for merge in (False, True):
         open_pair(converted, base, "cuda", "bfloat16", merge, merge_adapter=merge)

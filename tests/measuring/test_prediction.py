@@ -9,7 +9,7 @@ import transformers
 
 from approx import api
 from approx.errors import ApproxError, Exit
-from approx.measuring.in_memory import in_memory
+from approx.measuring.measure import in_memory
 from approx.measuring.prediction import compare
 from approx.recipe import BASE
 from tiny_classifier import WORDS, tiny_model, tiny_tokenizer

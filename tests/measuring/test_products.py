@@ -10,9 +10,9 @@ import approx
 from approx.errors import ApproxError, Exit
 from approx.evaluation.options import BenchStage
 from approx.measuring import products
-from approx.measuring.identity import computed_by
+from approx.measuring.measure import computed_by
 from approx.measuring.products import fast_products, obstacle, products_for
-from approx.pipeline.preflight import check
+from approx.pipeline.run import check
 from approx.recipe import Recipe
 
 

@@ -8,11 +8,10 @@ import torch
 
 from approx.checkpoints import checkpoint
 from approx.conversion import surgery
-from approx.conversion.calibration import mechanisms
-from approx.conversion.calibration_inputs import calibration_batch
+from approx.conversion.calibration import calibration_batch, mechanisms
 from approx.errors import ApproxError, Exit
 from approx.evaluation.evaluate import Subject
-from approx.measuring.reseeding import reseeding
+from approx.measuring.measure import reseeding
 from approx.planning.plan import Plan, Rule
 from tiny_study import tiny_checkpoint
 

@@ -8,8 +8,7 @@ import torch
 from approx.checkpoints import checkpoint
 from approx.conversion import convert, surgery
 from approx.conversion.calibration import mechanisms
-from approx.measuring.in_memory import in_memory
-from approx.measuring.variants import variant_of
+from approx.measuring.measure import in_memory, variant_of
 from approx.planning.plan import Plan, Rule
 from tiny_study import tiny_checkpoint
 from zoo import tiny

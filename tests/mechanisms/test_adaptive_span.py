@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from approx.conversion import surgery
 from approx.mechanisms import MECHANISMS
 from approx.mechanisms.adaptive_span import AdaptiveSpanAttention
-from approx.planning.example_inputs import example_inputs
 from approx.planning.plan import Plan, Rule
+from approx.planning.positions import example_inputs
 from zoo import tiny
 
 both = pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from approx.errors import ApproxError, Exit
-from approx.pipeline.executors import Submitit, choose
+from approx.pipeline.store import Submitit, choose
 from tiny_work import work
 
 
@@ -95,7 +95,7 @@ def test_what_cannot_be_chosen_is_refused(tmp_path, monkeypatch):
 
     assert "allowed are local, submitit, ray" in refused("slurm")[1]
     assert "local takes --jobs only" in refused("local", slurm_partition="cpu")[1]
-    monkeypatch.setattr("approx.pipeline.executors.find_spec", lambda name: None)
+    monkeypatch.setattr("approx.pipeline.store.find_spec", lambda name: None)
     code, text = refused("ray")
     assert (code, "pip install 'ray'" in text) == (Exit.MISSING, True)
 

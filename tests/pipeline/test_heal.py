@@ -10,10 +10,8 @@ from approx import grid, recipe
 from approx.checkpoints import checkpoint
 from approx.checkpoints.history import trainings
 from approx.errors import ApproxError, Exit
-from approx.pipeline import stages
-from approx.pipeline.executors import Here
-from approx.pipeline.run import run
-from approx.pipeline.stages import Study
+from approx.pipeline.run import Study, run
+from approx.pipeline.store import Here
 from approx.pipeline.sweep import cells, sweep
 from approx.planning.plan import Plan
 from tiny_study import SENTENCES, tiny_checkpoint
@@ -110,7 +108,7 @@ def test_a_training_by_other_code_is_another_stage(study, tmp_path, monkeypatch)
         return [begun.convert(Plan.of("local"), "local").key, begun.heal(heal.training, "x", None).key]
 
     before = keys()
-    monkeypatch.setattr(stages, "code", lambda rooms: "other")
+    monkeypatch.setattr("approx.pipeline.run.code", lambda rooms: "other")
     assert [one == other for one, other in zip(keys(), before, strict=True)] == [True, False]
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from approx.checkpoints import checkpoint
 from approx.errors import ApproxError, Exit
-from approx.pipeline.preflight import check, rehearse
+from approx.pipeline.run import check, rehearse
 from approx.recipe import BenchStage, EvaluateStage, Recipe
 from tiny_study import tiny_checkpoint, tiny_data
 

@@ -11,7 +11,7 @@ from approx import recipe
 from approx.checkpoints.atomic_folder import claim
 from approx.errors import ApproxError, Exit
 from approx.evaluation import record
-from approx.evaluation.record_model import Record
+from approx.evaluation.record import Record
 from approx.pipeline.run import run
 from tiny_study import small_recipe, tiny_checkpoint, tiny_data, tiny_recipe
 

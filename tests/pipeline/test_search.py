@@ -4,8 +4,7 @@ import pytest
 
 from approx import recipe
 from approx.errors import ApproxError, Exit
-from approx.pipeline.preflight import check
-from approx.pipeline.run import run
+from approx.pipeline.run import check, run
 
 RECIPE = """\
 title: A searched variant

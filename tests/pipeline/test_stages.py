@@ -7,8 +7,7 @@ import torch
 
 from approx import api, recipe
 from approx.errors import ApproxError, Exit
-from approx.pipeline.preflight import check
-from approx.pipeline.run import run
+from approx.pipeline.run import check, run
 from tiny_classifier import WORDS, tiny_model, tiny_tokenizer
 from tiny_study import SENTENCES
 from typed import known

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from approx.errors import ApproxError, Exit
-from approx.measuring import identity
-from approx.pipeline.executors import Here
-from approx.pipeline.store import Stage, Store, complete, stage_key
+from approx.measuring import measure
+from approx.pipeline.store import Here, Stage, Store, complete, stage_key
 
 
 @pytest.fixture
@@ -231,4 +230,4 @@ def test_a_key_depends_on_kind_settings_inputs_and_code(monkeypatch):
     monkeypatch.setattr("approx.pipeline.store.code", lambda: "other code")
     others.add(stage_key("convert", ["base"], {"a": 1, "b": 2}))
     assert len(others - {known}) == 4
-    assert len(identity.code()) == 64
+    assert len(measure.code()) == 64

@@ -7,8 +7,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from approx.planning.anatomy import anatomy
 from approx.planning.cost import Cost, predict
-from approx.planning.example_inputs import example_inputs
 from approx.planning.plan import Plan
+from approx.planning.positions import example_inputs
 from zoo import FAMILIES, UNNAMED, tiny
 
 

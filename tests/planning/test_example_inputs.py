@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from approx.planning.example_inputs import example_inputs, samples
+from approx.planning.positions import example_inputs, samples
 from zoo import tiny
 
 

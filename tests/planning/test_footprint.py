@@ -7,12 +7,11 @@ from torch import nn
 
 from approx import Plan
 from approx.conversion import surgery
-from approx.evaluation.memory import peak_mb
+from approx.evaluation.timing import peak_mb
 from approx.mechanisms import MECHANISMS
-from approx.planning.anatomy import anatomy
+from approx.planning.anatomy import Held, Moment, anatomy, highest
 from approx.planning.cost import predict
-from approx.planning.example_inputs import example_inputs
-from approx.planning.footprint import Held, Moment, highest
+from approx.planning.positions import example_inputs
 from zoo import tiny
 
 

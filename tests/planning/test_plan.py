@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from approx.errors import ApproxError, Exit
 from approx.planning.anatomy import anatomy
-from approx.planning.plan import Plan, Rule
-from approx.planning.selection import parse_layers
+from approx.planning.plan import Plan, Rule, parse_layers
 from zoo import error_of, tiny
 
 

@@ -10,8 +10,8 @@ from approx.checkpoints import families
 from approx.conversion import surgery
 from approx.errors import ApproxError, Exit
 from approx.planning import positions
-from approx.planning.example_inputs import example_inputs
 from approx.planning.plan import Plan
+from approx.planning.positions import example_inputs
 from approx.seam.transformers_internals import backbone_of
 from zoo import FAMILIES, difference, outputs, tiny
 

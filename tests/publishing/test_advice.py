@@ -2,8 +2,8 @@
 
 import pytest
 
-from approx.evaluation.record_model import Record
-from approx.publishing.advice import advice, recommendation
+from approx.evaluation.record import Record
+from approx.publishing.summary import advice, recommendation
 from typed import part_of
 
 

@@ -1,6 +1,6 @@
 """Two records side by side."""
 
-from approx.publishing.comparison import compare
+from approx.publishing.report import compare
 from typed import record_of
 
 

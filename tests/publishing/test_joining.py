@@ -5,10 +5,9 @@ from typing import Any
 import pytest
 
 from approx.errors import ApproxError
-from approx.evaluation.record_model import Record
-from approx.publishing.advice import recommendation
-from approx.publishing.joining import apart, hindrance, joined
-from approx.publishing.page import html, markdown
+from approx.evaluation.record import Record
+from approx.publishing.report import html, markdown
+from approx.publishing.summary import apart, hindrance, joined, recommendation
 from typed import record_of
 
 

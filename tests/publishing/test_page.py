@@ -2,7 +2,7 @@
 
 import re
 
-from approx.publishing import page
+from approx.publishing import report
 from typed import record_of
 
 SHOWN = re.compile(r"<[^>]+>|\s+")
@@ -13,7 +13,7 @@ def text(html: str) -> str:
 
 
 def test_the_page_shows_intervals_shares_and_receipts_that_the_markdown_leaves_out(record):
-    shown = text(page.html([record_of(record)]))
+    shown = text(report.html([record_of(record)]))
     assert "exact 89.56 % 87.35 to 91.41" in shown
     assert "1.53× 1.49 to 1.58 67 % of ceiling faster" in shown
     assert "improved-clustered 25 0 to 15 250 92.00 % 91.80 %" in shown
@@ -23,7 +23,7 @@ def test_the_page_shows_intervals_shares_and_receipts_that_the_markdown_leaves_o
 
 
 def test_the_colour_of_a_variant_is_beside_its_name_everywhere(record):
-    (section,) = re.findall(r"<article.*?</article>", page.html([record_of(record)]), flags=re.DOTALL)
+    (section,) = re.findall(r"<article.*?</article>", report.html([record_of(record)]), flags=re.DOTALL)
     beside = re.findall(r'background: (#\w+)" aria-hidden="true"></span>(linear|clustered 25)\b', section)
     colours = {
         name: {colour for colour, beside_name in beside if beside_name == name} for name in ("linear", "clustered 25")
@@ -34,18 +34,18 @@ def test_the_colour_of_a_variant_is_beside_its_name_everywhere(record):
 
 def test_the_title_of_several_reports_is_their_number_and_each_can_be_reached(record):
     other = record | {"title": "Another machine"}
-    shown = page.html([record_of(record), record_of(other)])
+    shown = report.html([record_of(record), record_of(other)])
     assert "<title>2 reports</title>" in shown
     assert '<a href="#r2">Another machine</a>' in shown
     assert '<article id="r1">' in shown
-    assert "<title>MiniLM on SST-2 &lt;script&gt;" in page.html([record_of(record)])
-    assert page.markdown([record_of(record), record_of(other)]).count("# Another machine") == 1
+    assert "<title>MiniLM on SST-2 &lt;script&gt;" in report.html([record_of(record)])
+    assert report.markdown([record_of(record), record_of(other)]).count("# Another machine") == 1
 
 
 def test_what_a_checkpoint_is_stands_under_its_own_name(record):
     record["checkpoint"] |= {"revision": "main", "weights_sha256": None, "positions": None}
     record["environment"] = {"gpu": "A GPU", "cores": 8, "unheard": 0}
-    shown = page.markdown([record_of(record)])
+    shown = report.markdown([record_of(record)])
     for line in (
         "- revision: main",
         "- positions: –",
@@ -59,11 +59,11 @@ def test_what_a_checkpoint_is_stands_under_its_own_name(record):
 
 def test_markup_in_a_name_is_text_in_the_markdown(record):
     record["title"] = "a|b\n\\`*_[]<>#"
-    assert page.markdown([record_of(record)]).startswith(r"# a\|b \\\`\*\_\[\]\<\>\#" + "\n\n")
+    assert report.markdown([record_of(record)]).startswith(r"# a\|b \\\`\*\_\[\]\<\>\#" + "\n\n")
 
 
 def test_a_drawing_takes_the_colours_and_ids_of_its_page(record):
-    shown = page.html([record_of(record)])
+    shown = report.html([record_of(record)])
     (first, *_) = re.findall(r"<svg.*?</svg>", shown, flags=re.DOTALL)
     assert 'viewBox="0 0 352.8 302.4"' in first
     assert "currentColor" in first
@@ -79,7 +79,7 @@ def test_a_drawing_takes_the_colours_and_ids_of_its_page(record):
 
 
 def test_the_first_plot_comes_before_the_sentences_and_only_once(record):
-    shown = page.html([record_of(record)])
+    shown = report.html([record_of(record)])
     assert shown.index('class="advice"') < shown.index("<svg") < shown.index('class="answers"')
     assert shown.count('id="r1-both-0-0-figure_1"') == 1
     # On a narrow screen every figure of a row has its name.
@@ -93,6 +93,6 @@ def test_speeds_that_are_not_settled_have_no_empty_plot(record):
         # Exact attention against itself varies by more than half.
         row["spread"] = {"ratio": 1.0, "interval": [0.5, 2.0]}
     record["speed"] = record["speed"][:3]
-    shown = page.html([record_of(record)])
+    shown = report.html([record_of(record)])
     assert "No ratio is settled, so there is no plot." in shown
     assert "<svg" not in shown

@@ -12,7 +12,7 @@ from matplotlib.image import imread
 
 from approx.errors import ApproxError, Exit
 from approx.publishing.patterns import OWN, STEPS, flow_picture, steps_picture
-from approx.publishing.pictures import write_pictures
+from approx.publishing.plots import write_pictures
 
 BOTH = (".svg", ".png")
 LTR = np.zeros((2, 6, 6), bool)

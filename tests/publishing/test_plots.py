@@ -7,8 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
-from approx.evaluation.record_model import Record
-from approx.evaluation.record_speed import Speed
+from approx.evaluation.record import Record, Speed
 from approx.mechanisms import MECHANISMS
 from approx.publishing import plots
 from approx.publishing.summary import speed_groups

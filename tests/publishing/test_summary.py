@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from approx.evaluation.record_model import Quality
+from approx.evaluation.record import Quality
 from approx.publishing.summary import Figure, answers, longest_input
 from typed import part_of, record_of
 

@@ -3,10 +3,9 @@ from dataclasses import replace
 
 import pytest
 
-from approx.evaluation.record_model import Quality, Record
-from approx.evaluation.record_speed import Speed
+from approx.evaluation.record import Quality, Record, Speed
 from approx.publishing import sweep
-from approx.publishing.sweep_rows import Cell, Results, collect
+from approx.publishing.sweep import Cell, Results, collect
 from typed import part_of
 
 MACHINE = {"processor": "a processor", "cores": 2, "threads": 2, "gpu": None}

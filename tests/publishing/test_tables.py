@@ -2,8 +2,7 @@
 
 import pytest
 
-from approx.evaluation.record_model import Quality, Variant
-from approx.evaluation.record_speed import Crossover, Speed
+from approx.evaluation.record import Crossover, Quality, Speed, Variant
 from approx.publishing.tables import layer_error_table, plan_lines, quality_table, speed_table
 from typed import part_of, parts_of
 

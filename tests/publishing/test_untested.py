@@ -4,7 +4,7 @@ import csv
 
 import pytest
 
-from approx.evaluation.record_model import Quality, QualityVariant
+from approx.evaluation.record import Quality, QualityVariant
 from approx.publishing import wording
 from approx.publishing.plots import quality_figure
 from approx.publishing.report import write_report

@@ -2,8 +2,7 @@
 
 import pytest
 
-from approx.evaluation.record_model import Quality, QualityVariant, Record, Variant
-from approx.evaluation.record_speed import Speed, Timing
+from approx.evaluation.record import Quality, QualityVariant, Record, Speed, Timing, Variant
 from approx.publishing import wording
 from approx.publishing.plots import COLOURS, colours
 from approx.publishing.summary import speed_groups, standing, worthwhile_from

@@ -11,11 +11,11 @@ from safetensors.torch import save_file
 
 from approx import api
 from approx.checkpoints import checkpoint
-from approx.checkpoints.receipt import RECEIPT
+from approx.checkpoints.history import RECEIPT
 from approx.errors import ApproxError, Exit
 from approx.pushing import privacy
 from approx.pushing.folder import check
-from approx.pushing.licence import told_by_the_hub
+from approx.pushing.remote import told_by_the_hub
 from approx.seam.manifest import MANIFEST, check_seal, seal
 
 from .conftest import Place

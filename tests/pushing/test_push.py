@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from approx import api
 from approx.errors import ApproxError, Exit
-from approx.pushing import upload as pushing
+from approx.pushing import push as pushing
 from approx.seam.manifest import MANIFEST, seal
 
 from .conftest import Place

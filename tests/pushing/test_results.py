@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from approx.checkpoints.receipt import Check, Receipt
+from approx.checkpoints.history import Check, Receipt
 from approx.errors import ApproxError, Exit
 from approx.evaluation import record
 from approx.pushing.results import dataset_of, results_of

@@ -10,8 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from approx.conversion import surgery
 from approx.mechanisms import MECHANISMS
-from approx.planning.example_inputs import example_inputs
 from approx.planning.plan import Plan, Rule
+from approx.planning.positions import example_inputs
 from approx_kernels.dispatch import opaque
 from c_sources import needs_compiler
 from forms import FORMS, SMALL, draw, draw_mask, make

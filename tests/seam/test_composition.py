@@ -4,14 +4,14 @@ import pytest
 import torch
 import transformers
 
-from approx.conversion import checks, surgery
+from approx.conversion import surgery, verify
 from approx.errors import ApproxError
 from approx.mechanisms import MECHANISMS
 from approx.mechanisms.head_groups import HeadGroups
 from approx.planning.anatomy import anatomy
 from approx.planning.cost import predict
-from approx.planning.example_inputs import example_inputs
 from approx.planning.plan import Plan, Rule
+from approx.planning.positions import example_inputs
 from approx.seam.layer_entry import build
 from forms import KINDS, SMALL
 from zoo import difference, outputs, tiny
@@ -64,16 +64,16 @@ def test_groups_that_are_not_all_heads_once_each_are_refused(heads):
 @pytest.mark.parametrize("architecture", ["BertForSequenceClassification", "Wav2Vec2ForCTC", "LlamaForCausalLM"])
 def test_groups_of_heads_pass_the_checks_and_come_back_from_their_folder(architecture, tmp_path):
     model = tiny(architecture)
-    assert checks.exact_limit(model, MIXED).passed
+    assert verify.exact_limit(model, MIXED).passed
     receipt = surgery.convert(model, MIXED)
     told = [(part.layer, part.heads, part.mechanism) for part in receipt.swapped[:3]]
     assert told == [(0, "0,2", "local"), (0, "1", "sdpa"), (0, "3", "linear")]
     before = outputs(model)
-    assert checks.padding(model).passed
-    assert checks.causality(model).passed in (True, None)
+    assert verify.padding(model).passed
+    assert verify.causality(model).passed in (True, None)
     model.save_pretrained(tmp_path)
     if architecture == "LlamaForCausalLM":
-        assert checks.fresh_process(tmp_path, model).passed
+        assert verify.fresh_process(tmp_path, model).passed
     assert difference(outputs(type(model).from_pretrained(tmp_path)), before) == 0.0
     code = (tmp_path / "approx_mechanisms.py").read_text("utf-8")
     assert "class HeadGroups" in code

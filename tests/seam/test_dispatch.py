@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from approx.conversion import surgery
-from approx.planning.example_inputs import example_inputs
 from approx.planning.plan import Plan
+from approx.planning.positions import example_inputs
 from approx.seam.dispatch import IMPLEMENTATION, fastest_exact
 from approx_kernels.dispatch import findings
 from approx_kernels.runtime.cache_folder import private_folder

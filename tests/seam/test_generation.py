@@ -8,8 +8,8 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 from approx.conversion import surgery
 from approx.errors import ApproxError
-from approx.planning.example_inputs import example_inputs
 from approx.planning.plan import Plan, Rule
+from approx.planning.positions import example_inputs
 from approx.seam.decode_cache import NotedLayer, StateLayer
 from decoders import BOUNDED, DECODERS, DECODING, WAYS, assert_same, decoder, generated, prompts, rule
 from forms import KINDS, SMALL

@@ -16,8 +16,8 @@ from approx.errors import ApproxError, Exit
 from approx.mechanisms.head_groups import HeadGroups
 from approx.mechanisms.mechanism import Mechanism
 from approx.planning.anatomy import anatomy
-from approx.planning.example_inputs import example_inputs
 from approx.planning.plan import Plan, Rule
+from approx.planning.positions import example_inputs
 from approx.seam.decode_cache import StateLayer
 from approx.seam.observe import observe
 from zoo import difference, outputs, tiny

@@ -18,8 +18,8 @@ from transformers.pytorch_utils import Conv1D
 from approx.conversion import surgery
 from approx.mechanisms import MECHANISMS
 from approx.mechanisms.mechanism import Mechanism
-from approx.planning.example_inputs import example_inputs
 from approx.planning.plan import Plan
+from approx.planning.positions import example_inputs
 from approx_kernels.cpu.compile import compiler_obstacle
 from forms import FORMS, SMALL
 from zoo import tiny

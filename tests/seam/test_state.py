@@ -7,8 +7,8 @@ from safetensors.torch import load_file, save_file
 from approx.checkpoints import families
 from approx.conversion import surgery
 from approx.errors import ApproxError, Exit
-from approx.planning.example_inputs import example_inputs
 from approx.planning.plan import Plan, Rule
+from approx.planning.positions import example_inputs
 from zoo import tiny
 
 # One per layer: random draws, fitted tensors, and learned ones.

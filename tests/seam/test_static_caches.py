@@ -8,7 +8,7 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig, StaticCache
 
 from approx.errors import ApproxError
-from approx.planning.example_inputs import example_inputs
+from approx.planning.positions import example_inputs
 from approx.seam.masks import in_use, key_mask
 from decoders import DECODERS, DECODING, WAYS, assert_same, decoder, generated, prompts, rule
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from approx.checkpoints.checkpoint import Checkpoint
-from approx.evaluation.record_speed import Speed
-from approx.measuring.in_memory import in_memory
+from approx.evaluation.record import Speed
+from approx.measuring.measure import in_memory
 from approx.planning.anatomy import Anatomy, anatomy
 from approx.planning.rule import Rule
 from approx.recipe import BASE
 from approx.searching import cost
-from approx.searching.candidates import Candidate
+from approx.searching.cost import Candidate
 from tiny_classifier import WORDS, tiny_tokenizer
 from typed import part_of
 from zoo import tiny

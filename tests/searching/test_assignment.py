@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from approx.searching import assignment
-from approx.searching.assignment import front
+from approx.searching import cost
+from approx.searching.cost import front
 
 _WHOLE = st.integers(-6, 9)
 
@@ -80,8 +80,8 @@ def test_few_plans_are_kept_where_there_would_be_too_many(monkeypatch):
     random = np.random.default_rng(1)
     times, damages = -random.random((16, 8)), random.random((16, 8)) ** 3
     every = front(times, damages)
-    monkeypatch.setattr(assignment, "_MOST_STATES", 60)
-    monkeypatch.setattr(assignment, "_RESOLUTION", 0.02)
+    monkeypatch.setattr(cost, "_MOST_STATES", 60)
+    monkeypatch.setattr(cost, "_RESOLUTION", 0.02)
     found = front(times, damages)
     # Fifty cells of two hundredths, and one at the border.
     assert len(found.times) <= 60 < len(every.times)

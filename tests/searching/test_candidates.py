@@ -8,7 +8,7 @@ from approx.errors import ApproxError, Exit
 from approx.mechanisms import MECHANISMS
 from approx.planning.anatomy import anatomy
 from approx.planning.rule import Rule
-from approx.searching.candidates import LADDERS, candidates
+from approx.searching.cost import LADDERS, candidates
 from approx.searching.options import SearchStage
 from zoo import tiny
 

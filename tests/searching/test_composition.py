@@ -5,9 +5,8 @@ import torch
 from approx.conversion.calibration import mechanisms
 from approx.planning.plan import Plan
 from approx.planning.rule import Rule
-from approx.searching import composition
-from approx.searching.candidates import Candidate
-from approx.searching.composition import Choice, Composer
+from approx.searching import cost
+from approx.searching.cost import Candidate, Choice, Composer
 from tiny_classifier import WORDS
 
 from .conftest import CANDIDATES
@@ -88,10 +87,8 @@ def test_fitted_state_goes_where_its_candidate_was_chosen(base, facts):
 
 def test_what_a_conversion_calibrates_is_calibrated(base, facts, monkeypatch):
     calibrated = []
-    original = composition.calibrate
-    monkeypatch.setattr(
-        composition, "calibrate", lambda model, inputs: calibrated.append(inputs) or original(model, inputs)
-    )
+    original = cost.calibrate
+    monkeypatch.setattr(cost, "calibrate", lambda model, inputs: calibrated.append(inputs) or original(model, inputs))
     frozen = Candidate("frozen", Rule("clustered", settings={"clusters": 2, "bits": 8, "frozen": True}))
     made = Composer(base, facts).make([Choice(frozen), Choice(LOCAL), Choice(None)])
     assert len(calibrated) == 1

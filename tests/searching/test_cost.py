@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 
 from approx.errors import ApproxError, Exit
-from approx.measuring.in_memory import in_memory
+from approx.measuring.measure import in_memory
 from approx.planning.anatomy import anatomy
 from approx.planning.rule import Rule
 from approx.searching import cost
-from approx.searching.candidates import Candidate
-from approx.searching.composition import Composer
+from approx.searching.cost import Candidate, Composer
 from approx.searching.options import SearchStage
 from tiny_classifier import tiny_tokenizer
 from zoo import tiny
@@ -25,7 +24,7 @@ def quiet(what: str, done: int, total: int) -> None:
 
 def measured(base, facts, candidates=CANDIDATES, seed=0, **options):
     stage = SearchStage(**{"length": 24, "speed": "1.5x", **options})
-    return cost.measure(Composer(base, facts), candidates, stage, seed=seed, progress=quiet)
+    return cost.measure_costs(Composer(base, facts), candidates, stage, seed=seed, progress=quiet)
 
 
 def test_a_site_is_charged_its_share_of_what_all_sites_add(base, facts, clock):
@@ -70,7 +69,7 @@ def test_sites_of_another_form_are_timed_apart_and_not_where_a_mechanism_cannot_
     clock.milliseconds = lambda one: (
         41.0 - 3.0 * len((getattr(one.model.config, "approx", None) or {}).get("sites", {}))
     )
-    found = cost.measure(composer, [sinks], SearchStage(length=16, speed="2x"), seed=0, progress=quiet)
+    found = cost.measure_costs(composer, [sinks], SearchStage(length=16, speed="2x"), seed=0, progress=quiet)
     assert [float(x) for x in found.saved[:, 0]] == [-3.0 if causal else np.inf for causal in forms]
     assert found.saved[:, 1].tolist() == [0.0] * len(forms)
 

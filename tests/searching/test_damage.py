@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from approx.errors import ApproxError, Exit
-from approx.searching.composition import Choice, Composer
-from approx.searching.damage import load, measure, of_heads, save
-from approx.searching.judging import Judge
+from approx.searching.cost import Choice, Composer, Judge, load, measure_damage, of_heads, save
 from approx.searching.options import SearchStage
 from typed import known
 
@@ -24,9 +22,9 @@ def found(base, facts, text):
     running = {one.name: composer.make(composer.everywhere(one)).model for one in CANDIDATES[:2]}
     for parameter in itertools.islice(base.model.parameters(), 3):
         parameter.requires_grad_(False)
-    made = measure(base.model, facts, running, judge.calibration.batches, 0, lambda *words: said.append(words))
-    again = measure(base.model, facts, running, judge.calibration.batches, 0, lambda *words: None)
-    other = measure(base.model, facts, running, judge.calibration.batches, 1, lambda *words: None)
+    made = measure_damage(base.model, facts, running, judge.calibration.batches, 0, lambda *words: said.append(words))
+    again = measure_damage(base.model, facts, running, judge.calibration.batches, 0, lambda *words: None)
+    other = measure_damage(base.model, facts, running, judge.calibration.batches, 1, lambda *words: None)
     return made, again, other, judge, composer, said
 
 
@@ -66,7 +64,7 @@ def test_where_a_candidate_cannot_be_used_there_is_no_damage(base, facts, text):
     composer = Composer(base, facts)
     mixed = composer.make([Choice(CANDIDATES[0]), Choice(None), Choice(CANDIDATES[0])]).model
     batches = Judge(base, SearchStage(length=24, budget="kl<=1", text=str(text), examples=2), 0).calibration.batches
-    damages = measure(base.model, facts, {"a": mixed}, batches[:1], 0, lambda *words: None)["a"]
+    damages = measure_damage(base.model, facts, {"a": mixed}, batches[:1], 0, lambda *words: None)["a"]
     assert [one is None for one in damages] == [False, True, False]
 
 
@@ -78,7 +76,7 @@ def test_padding_and_the_number_of_inputs_change_no_mean(base, facts, sentences)
     batches = judge.calibration.batches[:2]
     once, twice = (
         np.mean([
-            of_heads(known(measure(base.model, facts, running, some, seed, lambda *words: None)["a"][0]), None)[0] for seed in range(2)
+            of_heads(known(measure_damage(base.model, facts, running, some, seed, lambda *words: None)["a"][0]), None)[0] for seed in range(2)
         ])
         for some in (batches, batches * 2)
     )  # fmt: skip
@@ -154,7 +152,9 @@ def test_the_error_of_a_head_is_charged_to_that_head(base, facts, text):
     try:
         with torch.no_grad():
             weight[:, 16:24] = 0
-        products = known(measure(base.model, facts, running, judge.search.batches, 0, lambda *words: None)["a"][1])
+        products = known(
+            measure_damage(base.model, facts, running, judge.search.batches, 0, lambda *words: None)["a"][1]
+        )
     finally:
         with torch.no_grad():
             weight.copy_(kept)
@@ -185,7 +185,7 @@ def test_the_damage_of_a_small_error_is_the_divergence_that_it_causes(base, fact
         divergence = judge.measure(made, judge.search).divergence
         seeds = range(8)
         predicted = [
-            of_heads(known(measure(base.model, facts, {"a": made}, judge.search.batches, seed, lambda *at: None)["a"][layer]), None)[0]
+            of_heads(known(measure_damage(base.model, facts, {"a": made}, judge.search.batches, seed, lambda *at: None)["a"][layer]), None)[0]
             for seed in seeds
         ]  # fmt: skip
         ratios.append(np.mean(predicted) / divergence)

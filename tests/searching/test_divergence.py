@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from approx.searching.divergence import divergence, surrogate
+from approx.searching.cost import divergence, surrogate
 
 
 class Outputs(SimpleNamespace):

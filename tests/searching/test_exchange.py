@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from approx.searching.exchange import Exchange
-from approx.searching.judging import Measured
+from approx.searching.cost import Exchange, Measured
 
 
 def test_the_rate_is_the_geometric_mean_of_plans_beyond_their_noise():

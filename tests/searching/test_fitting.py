@@ -8,12 +8,10 @@ from safetensors.torch import load_file, save
 from approx.conversion.calibration import mechanisms
 from approx.errors import ApproxError, Exit
 from approx.planning.rule import Rule
-from approx.searching import fitting
-from approx.searching.candidates import Candidate
-from approx.searching.composition import Composer
-from approx.searching.fitting import _training_data, fit
-from approx.searching.judging import Judge
+from approx.searching import search
+from approx.searching.cost import Candidate, Composer, Judge
 from approx.searching.options import SearchStage
+from approx.searching.search import _training_data, fit
 from tiny_classifier import WORDS
 
 from .conftest import CANDIDATES
@@ -49,7 +47,7 @@ def test_examples_of_several_windows_keep_their_windows_in_order(judge, base):
 
 
 def test_mechanisms_come_nearer_and_are_read_back_by_the_next_search(judge, base, facts, tmp_path, monkeypatch):
-    monkeypatch.setattr(fitting, "_STEPS", 12)
+    monkeypatch.setattr(search, "_STEPS", 12)
     said = []
 
     def fitted(file):
@@ -115,7 +113,7 @@ def test_without_parameters_nothing_is_fitted(judge, base, facts, tmp_path):
 
 
 def test_fits_on_the_text_that_compares_plans_and_not_on_that_of_the_proof(base, facts, tmp_path, monkeypatch):
-    monkeypatch.setattr(fitting, "_STEPS", 4)
+    monkeypatch.setattr(search, "_STEPS", 4)
     words = np.random.default_rng(0).choice(WORDS[4:], 600)
 
     def fitted(name, text):

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from approx.finetuning.objectives import divergence_of_labels
-from approx.measuring.in_memory import in_memory
-from approx.searching.composition import Composer
-from approx.searching.judging import Judge, _combined
+from approx.finetuning.trainer import divergence_of_labels
+from approx.measuring.measure import in_memory
+from approx.searching.cost import Composer, Judge, _combined
 from approx.searching.options import SearchStage
 from approx.tasks import Example, open_task
 from approx.tasks.task import Split

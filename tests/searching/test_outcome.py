@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from approx.evaluation.record_speed import BUSY, SpeedVariant
+from approx.evaluation.record import BUSY, SpeedVariant
 from approx.planning.plan import Plan, Rule
 from approx.searching.outcome import LayerReason, Proof, Searched, reasons
 from typed import part_of

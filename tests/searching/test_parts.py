@@ -7,8 +7,8 @@ import torch
 
 from approx.checkpoints import checkpoint
 from approx.errors import ApproxError, Exit
-from approx.measuring.in_memory import in_memory
-from approx.searching import parts
+from approx.measuring.measure import in_memory
+from approx.searching import cost
 from approx.searching.options import SearchStage
 from approx.tasks import open_task
 from approx.tasks.task import Example
@@ -23,11 +23,11 @@ def examples(*groups):
 def test_divides_examples_in_two_at_most_half_of_them_searched():
     every = examples(*[None] * 40)
     for count, searched in ((10, 10), (20, 20), (30, 20)):
-        first, second = parts._divided(every, count, 0)
+        first, second = cost._divided(every, count, 0)
         assert len(first) == searched
         assert sorted([*first, *second], key=lambda one: int(one.id)) == every
-    assert parts._divided(every, 10, 0) == parts._divided(every, 10, 0)
-    assert parts._divided(every, 10, 0) != parts._divided(every, 10, 1)
+    assert cost._divided(every, 10, 0) == cost._divided(every, 10, 0)
+    assert cost._divided(every, 10, 0) != cost._divided(every, 10, 1)
     # The first ones of either part are a sample, not the beginning of the file.
     assert [one.id for one in first] != sorted((one.id for one in first), key=int)
     assert [one.id for one in second] != sorted((one.id for one in second), key=int)
@@ -36,19 +36,19 @@ def test_divides_examples_in_two_at_most_half_of_them_searched():
 def test_groups_are_on_one_side():
     every = examples(*(f"article {number // 5}" for number in range(60)))
     for seed in range(5):
-        first, second = parts._divided(every, 30, seed)
+        first, second = cost._divided(every, 30, seed)
         assert not {one.group for one in first} & {one.group for one in second}
         assert len(first) == 30
     # One that is much too large is proven on; one that is a little too large is searched on.
     large = examples(*["a"] * 12, *["b"] * 2)
-    assert {one.group for one in parts._divided(large, 4, 0)[0]} == {"b"}
+    assert {one.group for one in cost._divided(large, 4, 0)[0]} == {"b"}
 
 
 def of_task(base, sentences, **options: Any) -> Any:
     stage = SearchStage(
         **{"length": 48, "budget": "loss<=1", "task": "glue/sst2", "data": str(sentences), "split": "dev", **options}
     )
-    return parts.of_task(base, checkpoint.processor(base.source), open_task("glue/sst2"), stage, 0)
+    return cost.of_task(base, checkpoint.processor(base.source), open_task("glue/sst2"), stage, 0)
 
 
 def ids(part):
@@ -76,7 +76,7 @@ def test_batches_are_what_the_model_reads_with_its_targets_and_padding(base, sen
         assert torch.equal(batch.mask, batch.inputs["attention_mask"].bool())
         lengths = [len(search.prepared.encodings[row]["input_ids"]) for row in batch.rows]
         assert batch.mask.sum(1).tolist() == lengths
-    assert parts.Batch({"input_ids": torch.zeros(1, 2)}, [0]).mask is None
+    assert cost.Batch({"input_ids": torch.zeros(1, 2)}, [0]).mask is None
 
 
 def test_short_examples_are_left_out_where_asked(base, sentences):
@@ -116,7 +116,7 @@ def test_the_seed_divides_the_examples(base, sentences):
         stage = SearchStage(
             length=48, budget="loss<=1", task="glue/sst2", data=str(sentences), split="dev", examples=40
         )
-        found = parts.of_task(base, checkpoint.processor(base.source), open_task("glue/sst2"), stage, seed)
+        found = cost.of_task(base, checkpoint.processor(base.source), open_task("glue/sst2"), stage, seed)
         return ids(found[1])
 
     assert searched(0) == searched(0) != searched(1)
@@ -128,7 +128,7 @@ def test_ten_examples_on_either_side_are_enough(base, sentences):
 
 def of_text(base, **options):
     stage = SearchStage(**{"length": 48, "budget": "kl<=1", "examples": 12, **options})
-    return parts.of_text(base, checkpoint.processor(base.source), stage)
+    return cost.of_text(base, checkpoint.processor(base.source), stage)
 
 
 def rows(part):
@@ -163,7 +163,7 @@ def test_a_model_without_special_tokens_reads_bare_rows(text):
     plain = tiny_tokenizer()
     plain.backend_tokenizer.post_processor = None
     stage = SearchStage(length=40, budget="kl<=1", text=str(text), examples=4)
-    _, search, _ = parts.of_text(decoder, plain, stage)
+    _, search, _ = cost.of_text(decoder, plain, stage)
     assert {len(row) for row in rows(search)} == {40}
 
 

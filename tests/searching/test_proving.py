@@ -6,10 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from approx.evaluation.record_model import Quality
-from approx.evaluation.record_speed import Speed
+from approx.evaluation.record import Quality, Speed
 from approx.searching.outcome import Proof, Searched
-from approx.searching.proving import Proven, divergence_interval, loss_in_points
+from approx.searching.search import Proven, divergence_interval, loss_in_points
 from typed import known, part_of
 
 

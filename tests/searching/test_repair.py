@@ -7,15 +7,12 @@ import pytest
 import torch
 from scipy.stats import rankdata
 
-from approx.measuring.in_memory import in_memory
+from approx.measuring.measure import in_memory
 from approx.planning.anatomy import anatomy
 from approx.planning.rule import Rule
-from approx.searching.candidates import Candidate
-from approx.searching.composition import Choice, Composer
-from approx.searching.damage import measure, of_heads
-from approx.searching.judging import Judge
+from approx.searching.cost import Candidate, Choice, Composer, Judge, measure_damage, of_heads
 from approx.searching.options import SearchStage
-from approx.searching.repair import Space, _between, anchors, fastest_within, least_damage
+from approx.searching.search import Space, _between, anchors, fastest_within, least_damage
 from tiny_classifier import WORDS, tiny_tokenizer
 from zoo import tiny
 
@@ -63,7 +60,7 @@ def _measured(tmp_path_factory):
     facts = anatomy(model.config, type(model))
     composer = Composer(base, facts)
     running = {one.name: composer.make(composer.everywhere(one)).model for one in _CANDIDATES}
-    found = measure(model, facts, running, judge.calibration.batches, 0, lambda done, total: None)
+    found = measure_damage(model, facts, running, judge.calibration.batches, 0, lambda done, total: None)
     damages = np.zeros((4, 4))
     for column, one in enumerate(_CANDIDATES):
         damages[:, column] = [of_heads(products, None)[0] for products in found[one.name] if products is not None]

@@ -9,14 +9,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from approx.checkpoints.integrity import state_sha256
-from approx.checkpoints.receipt import Check
+from approx.checkpoints.checkpoint import state_sha256
+from approx.checkpoints.history import Check
 from approx.errors import ApproxError, Exit
 from approx.planning.rule import Rule
-from approx.searching import proving, search
-from approx.searching.assignment import Front
-from approx.searching.composition import Choice, Composer
-from approx.searching.judging import Measured
+from approx.searching import search
+from approx.searching.cost import Choice, Composer, Front, Measured
 from approx.searching.options import SearchStage
 from approx.searching.outcome import Proof
 from approx.searching.search import FITTED, MEASURED, SENSITIVITIES, Search, facts_of
@@ -298,7 +296,7 @@ def test_sensitivities_of_one_search_serve_another(searching, monkeypatch):
     assert table.shape == (3, 4)
     assert table[:, 3].tolist() == [0.0] * 3
     assert np.all(table[:, :3] > 0)
-    monkeypatch.setattr(search.damage, "measure", None)
+    monkeypatch.setattr(search.cost, "measure_damage", None)
     other = searching("other", budget="kl<=2")
     other.know(first.folder / SENSITIVITIES)
     assert np.array_equal(other.damages(), table)
@@ -329,8 +327,8 @@ def test_if_time_is_up_before_anything_is_allowed_the_least_loss_is_told(searchi
 
 def test_the_seed_is_that_of_times_of_parts_and_of_the_proof(searching, clock, monkeypatch):
     drawn = []
-    original = search.damage.measure
-    monkeypatch.setattr(search.damage, "measure", lambda *about: drawn.append(about[4]) or original(*about))
+    original = search.cost.measure_damage
+    monkeypatch.setattr(search.cost, "measure_damage", lambda *about: drawn.append(about[4]) or original(*about))
     found = searching(budget="kl<=0.5", front=0, seed=5).run()
     # Once for the candidates, and once for the proof with more rounds.
     assert clock.seeds == [5, 5]
@@ -344,7 +342,7 @@ def test_the_seed_is_that_of_times_of_parts_and_of_the_proof(searching, clock, m
 
 @pytest.mark.parametrize("name", ["exact_limit", "padding", "causality"])
 def test_a_plan_that_fails_a_check_is_not_verified(searching, monkeypatch, name):
-    monkeypatch.setattr(proving.checks, name, lambda *about: Check(name, False, "it differs"))
+    monkeypatch.setattr(search.verify, name, lambda *about: Check(name, False, "it differs"))
     found = searching(budget="kl<=0.5", front=0, time_budget="1h").run()
     assert found.verified
     assert not any(found.verified.values())
@@ -480,7 +478,7 @@ def test_a_task_is_proven_on_examples_of_its_own(base, sentences, clock, tmp_pat
 
 
 def test_mechanisms_are_fitted_before_they_are_measured(searching, base, monkeypatch):
-    monkeypatch.setattr(search.fitting, "_STEPS", 8)
+    monkeypatch.setattr(search, "_STEPS", 8)
     made = searching(
         budget="kl<=9", candidates=[Rule("linear", settings={"feature_map": "hedgehog"})], front=0, heal="transfer"
     )
@@ -533,4 +531,4 @@ def test_plans_of_a_front_that_take_the_same_time_are_one(longest, kept):
     ],
 )
 def test_the_verdict_of_a_divergence_goes_by_its_interval(interval, bound, verdict):
-    assert proving._within(interval, bound) == verdict
+    assert search._within(interval, bound) == verdict

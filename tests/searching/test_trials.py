@@ -6,13 +6,10 @@ import numpy as np
 import pytest
 
 from approx.errors import ApproxError, Exit
-from approx.evaluation.prediction_cache import fingerprint
-from approx.searching.composition import Composer
-from approx.searching.cost import Costs
-from approx.searching.judging import Judge, Measured
+from approx.evaluation.evaluate import fingerprint
+from approx.searching.cost import Composer, Costs, Judge, Measured
 from approx.searching.options import SearchStage
-from approx.searching.repair import Space
-from approx.searching.trials import Trials
+from approx.searching.search import Space, Trials
 
 from .conftest import CANDIDATES
 

@@ -13,7 +13,7 @@ from transformers import ViTImageProcessorPil
 
 import approx
 from approx.errors import ApproxError, Exit
-from approx.evaluation.timing_inputs import image_inputs
+from approx.evaluation.timing import image_inputs
 from approx.tasks import open_task
 from approx.tasks.images import Picture
 from zoo import tiny

@@ -12,7 +12,7 @@ from sklearn.metrics import accuracy_score, f1_score
 import approx
 from approx.errors import ApproxError, Exit
 from approx.finetuning.finetune import finetune
-from approx.finetuning.objectives import divergence_of_labels
+from approx.finetuning.trainer import divergence_of_labels
 from approx.publishing.tables import quality_table
 from approx.tasks import Example, open_task
 from approx.tasks.metrics import METRICS

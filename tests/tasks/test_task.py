@@ -10,8 +10,8 @@ import torch
 from transformers import BertForMaskedLM, BertForQuestionAnswering
 
 from approx.errors import ApproxError, Exit
-from approx.finetuning.data import _held_out  # pyright: ignore[reportPrivateUsage]  # one rule for all tasks
-from approx.searching.parts import _divided  # pyright: ignore[reportPrivateUsage]  # one rule for all tasks
+from approx.finetuning.trainer import _held_out  # pyright: ignore[reportPrivateUsage]  # one rule for all tasks
+from approx.searching.cost import _divided  # pyright: ignore[reportPrivateUsage]  # one rule for all tasks
 from approx.tasks import TASKS, Example, Split, Task, open_task
 from approx.tasks.settings import names_setting
 from tiny_classifier import tiny_model, tiny_tokenizer

@@ -12,8 +12,8 @@ from approx.cli.figures import quality_table
 from approx.errors import ApproxError, Exit
 from approx.evaluation.evaluate import Subject, evaluate, predict, prepare
 from approx.evaluation.options import EvaluateOptions
-from approx.evaluation.record_model import Rows, Tokens
-from approx.evaluation.timing_inputs import sound_inputs
+from approx.evaluation.record import Rows, Tokens
+from approx.evaluation.timing import sound_inputs
 from approx.publishing.summary import longest_input
 from approx.tasks import Example, open_task
 from approx.tasks.recording import Recording
@@ -192,7 +192,7 @@ def test_bench_takes_recordings_and_refuses_texts_for_them(data, tmp_path):
 
 
 def test_a_model_can_be_timed_on_recordings(data, tmp_path):
-    from approx.planning.example_inputs import samples
+    from approx.planning.positions import samples
 
     model, processor = recogniser("group"), speech_processor(tmp_path, "group")
     make = sound_inputs(

@@ -15,7 +15,13 @@ import torch
 import transformers
 from huggingface_hub import HfApi, errors, snapshot_download
 from safetensors import SafetensorError, safe_open
-from transformers import CONFIG_MAPPING, PreTrainedTokenizerBase
+from transformers import (
+    CONFIG_MAPPING,
+    FeatureExtractionMixin,
+    ImageProcessingMixin,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from approx.checkpoints import families
@@ -154,6 +160,9 @@ def try_out(reader: Any) -> None:
     Raises:
         ValueError: if it does not.
     """
+    # transformers makes whatever class of its own the settings name, a model too.
+    if not isinstance(reader, (PreTrainedTokenizerBase, ProcessorMixin, FeatureExtractionMixin, ImageProcessingMixin)):
+        raise ValueError(f"its class is {type(reader).__name__}, which is neither a tokenizer nor a processor")
     tokenizer = getattr(reader, "tokenizer", reader)
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         return

@@ -334,7 +334,7 @@ def of_parquet(random: Random, content: bytes) -> bytes:
     try:
         made = io.BytesIO()
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(of_tree(random, rows)), made)
-    except (pyarrow.ArrowException, ValueError, TypeError, AttributeError, OverflowError):
+    except (pyarrow.ArrowException, ValueError, TypeError, AttributeError, LookupError, OverflowError):
         return of_bytes(random, content)
     return made.getvalue() if random.random() < 0.7 else of_bytes(random, content)
 

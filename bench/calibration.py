@@ -9,7 +9,6 @@ examples, but wholly, must not pass for no loss. Writes `record.json` and, from 
 """
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Callable
@@ -38,6 +37,7 @@ from approx.evaluation.statistics import (
     verdict,
 )
 from approx.tasks.metrics import METRICS
+from bench.parts import write_record
 
 LOSS = 0.01
 REPETITIONS, RESAMPLES = 1000, 200
@@ -399,7 +399,7 @@ def main() -> int:
         "rare": [measure_rare(metric) for metric in track(RARE, "striking", console=Console(stderr=True))],
         "environment": environment(),
     }
-    (options.output / "record.json").write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+    write_record(options.output / "record.json", made)
     (options.output / "report.md").write_text(report(made), encoding="utf-8")
     sys.stdout.write(report(made))
     return 0

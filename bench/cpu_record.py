@@ -12,7 +12,7 @@ from approx.errors import ApproxError, Exit
 from approx.evaluation.record import environment
 from approx_kernels.dispatch.findings import generation, instructions
 from bench import cpu_cases, cpu_grouped
-from bench.parts import all_kept, seed
+from bench.parts import all_kept, seed, write_record
 
 LENGTHS, DTYPES, THREADS = (512, 1024, 2048, 4096, 8192), ("float32", "bfloat16"), (1, 2)
 # Frames of 10, 30 and 60 s of sound.
@@ -135,7 +135,7 @@ def gather(output: Path) -> None:
         "left": left(set(results)),
         "environment": {**machine, "instructions": instructions(), **generation()},
     }
-    (output / "record.json").write_text(json.dumps(made, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_record(output / "record.json", made)
 
 
 def left(done: set[str]) -> list[str]:

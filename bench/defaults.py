@@ -43,6 +43,8 @@ from approx.evaluation.record import environment
 from approx.evaluation.timing import Neighbours
 from approx.mechanisms import MECHANISMS
 from approx.planning.positions import resize
+from bench.pages import save_figure
+from bench.parts import write_record
 
 SEEDS, PASSES, FREE = 3, 3, 0.02
 _CLUSTERS: dict[str, tuple[Any, ...]] = {
@@ -269,7 +271,7 @@ def draw(made: dict[str, Any], path: Path) -> None:
         axes.grid(alpha=0.3, which="both")
         axes.spines[["top", "right"]].set_visible(False)
         figure.legend(loc="outside right center", fontsize=7.5, frameon=False)
-        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
+        save_figure(figure, path)
 
 
 def main() -> int:
@@ -287,7 +289,7 @@ def main() -> int:
         if options.data is None or options.checkpoints is None:
             parser.error("name the folders of the data and the checkpoints, --data and --checkpoints")
         made = record(options.data, options.checkpoints)
-        path.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+        write_record(path, made)
     page = report(made := json.loads(path.read_text(encoding="utf-8")))
     (options.output / "report.md").write_text(page, encoding="utf-8")
     draw(made, options.output / "defaults.svg")

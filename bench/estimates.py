@@ -11,7 +11,6 @@ layers of one text, the best of `PASSES`, with settings in turns. Writes `record
 """
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -33,6 +32,7 @@ from approx.mechanisms import MECHANISMS
 from approx_kernels.ops.lsh.hashing import unit_keys
 from approx_kernels.ops.performer.api import draw_projection
 from bench.defaults import SOURCES, Layer, activations
+from bench.parts import write_record
 
 TEXTS = {"SST-2": 16, "SQuAD": 8, "IMDb": 6, "long documents": 2}
 SEEDS, PASSES, FEATURES = 2, 5, (64, 256, 1024)
@@ -233,7 +233,7 @@ def main() -> int:
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     measured = record(options.data, options.checkpoints)
-    (options.output / "record.json").write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
+    write_record(options.output / "record.json", measured)
     page = report(measured)
     (options.output / "report.md").write_text(page, encoding="utf-8")
     print(page)

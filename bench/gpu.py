@@ -40,6 +40,7 @@ from bench.gpu_machine import asked, suite_passes
 from bench.gpu_plan import LENGTHS, Stage, checked, planned, stages, tries, verifications
 from bench.gpu_race import Part
 from bench.gpu_workers import UNFINISHED, Job, carry_out, in_one_line
+from bench.parts import write_record
 
 DEVICE = "cuda"
 # Seconds in all, and those kept for the record and the page at the end.
@@ -219,7 +220,7 @@ def _gather(output: Path, seconds: float) -> None:
         "parts": sorted(raced, key=lambda one: order.get(_part_of(one).id, len(order))),
         "left": [name for name in order if name not in done],
     }
-    (output / "record.json").write_text(json.dumps(made, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_record(output / "record.json", made)
 
 
 def _check() -> None:

@@ -31,6 +31,8 @@ from rich.progress import track
 from approx.evaluation.record import environment
 from approx.evaluation.timing import Neighbours, is_out_of_memory, memory_limit, peak_mb, timed
 from approx.mechanisms import MECHANISMS
+from bench.pages import save_figure
+from bench.parts import write_record
 
 HEADS, SIZE = 4, 64
 LENGTHS = tuple(2**power for power in range(10, 16))
@@ -199,7 +201,7 @@ def draw(made: dict[str, Any], path: Path) -> None:
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
         figure.legend(loc="outside right center", fontsize=7.5, frameon=False)
-        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
+        save_figure(figure, path)
 
 
 def write(source: Path, output: Path) -> dict[str, Any]:
@@ -222,9 +224,7 @@ def main() -> int:
     )
     options = parser.parse_args()
     if not options.redraw:
-        made = json.dumps(record(), indent=1)
-        options.output.mkdir(parents=True, exist_ok=True)
-        (options.output / "record.json").write_text(made + "\n", encoding="utf-8")
+        write_record(options.output / "record.json", record())
     made = write(options.output, options.output)
     sys.stdout.write(report(made))
     return int(any(exceeds(case) for case in made["cases"]))

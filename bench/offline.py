@@ -34,6 +34,8 @@ sys.path.extend(str(Path(__file__).resolve().parent.parent / name) for name in (
 
 import torch
 
+from bench.parts import write_record
+
 CAPABILITIES = (80, 90, 100)
 # Shared memory per program, in KiB. Cards of capability 8.6 and 8.9 have at most 99.
 SHARED = {80: 99, 90: 227, 100: 227}
@@ -301,7 +303,7 @@ def write(rows: list[dict[str, Any]], folder: Path, compiler: tuple[str, str]) -
         "command": "python bench/offline.py -o reports/kernels",
         "compilers": [one for _, one in newest_first],
     }
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_record(path, record)
     (folder / "report.md").write_text(report(record), encoding="utf-8")
 
 

@@ -1,5 +1,6 @@
 """Tables and plots of the pages made from records of benchmarks."""
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import matplotlib
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
+from approx.publishing.plots import paths_in_lines
 from bench.parts import noise, row
 
 
@@ -32,6 +34,12 @@ def asked_and_found(value: float | None, least: float) -> str:
     if value is None:
         return f"{least:g}: not measured"
     return f"{least:g}: {value:.2f}, {'reached' if value >= least else 'not reached'}"
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a figure as an SVG that is the same on every day."""
+    figure.savefig(buffer := io.StringIO(), format="svg", metadata={"Date": None, "Creator": None})
+    path.write_text(paths_in_lines(buffer.getvalue()), encoding="utf-8")
 
 
 def draw(lines: Mapping[str, Sequence[tuple[int, float]]], told: str, path: Path) -> None:
@@ -66,4 +74,4 @@ def draw(lines: Mapping[str, Sequence[tuple[int, float]]], told: str, path: Path
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
         figure.legend(loc="outside right center", fontsize=7, frameon=False)
-        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
+        save_figure(figure, path)

@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from approx.evaluation.record import in_lines
+
 
 def numbers(text: str) -> tuple[int, ...]:
     """The numbers of an option, such as lengths; argparse reports invalid ones."""
@@ -75,3 +77,9 @@ def noise(part: dict[str, Any]) -> float:
             if one["role"] == "variant" and one["status"] == "ok"
         ]
     return max(*seen, 1 / seen[0])
+
+
+def write_record(path: Path, made: Any) -> None:
+    """Write a record as JSON, in which what fits into a line is one, so that rows can be read and compared."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(in_lines(made) + "\n", encoding="utf-8")

@@ -229,7 +229,7 @@ def _tokens(task: Quality) -> Tokens:
 def write(folder: Path, out: Path) -> None:
     """Write the page into `out/clustered-paper` from the records in `folder`."""
     names = {
-        task: next((name for name in names if (folder / f"{name}.json").is_file()), None)
+        task: next((name for name in names if sources.file(folder, name).is_file()), None)
         for task, names in RECORDS.items()
     }
     (out / NAME).mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ def in_page(page: str, records: Path) -> str:
     """The page with its table made again between its markers."""
     before, _, rest = page.partition(_BEGIN)
     _, _, after = rest.partition(_END)
-    tables = [table(sources.opened(records, path.stem), path.stem) for path in sorted(records.glob("heal-*.json"))]
+    tables = [table(sources.opened(records, path.name), path.name) for path in sorted(records.glob("heal-*"))]
     return "\n".join([f"{before}{_BEGIN}", *tables, f"{_END}{after}"])
 
 

@@ -159,7 +159,6 @@ def _interval(task: Quality, name: str) -> list[float]:
 def write(folder: Path, out: Path) -> None:
     """Write the page of each record that is in `folder` into a folder of its name in `out`."""
     for name in NAMES:
-        path = folder / f"{name}.json"
-        if path.is_file():
+        if sources.file(folder, name).is_file():
             (out / name).mkdir(parents=True, exist_ok=True)
             (out / name / "README.md").write_text(page(sources.opened(folder, name), name), encoding="utf-8")

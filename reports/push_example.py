@@ -20,7 +20,7 @@ from approx.seam.manifest import accept
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "reports" / "push-example"
-RECORD = ROOT / "reports" / "records" / "quickstart.json"
+RECORD = ROOT / "reports" / "quickstart" / "report.json"
 VARIANT, REPO = "improved-clustered 25", "me/needle-improved-clustered"
 
 
@@ -41,7 +41,7 @@ def main(out: Path) -> None:
     total = sum(made["files"].values()) / 1e6
     head = [
         f"{len(rows)} files, {total:.2f} MB. `README.md` is the [card](card.md); `records/record-1.json` is "
-        f"[this record](../records/{RECORD.name}) without its command.",
+        f"[this record](../quickstart/{RECORD.name}) without its command.",
         "\n| file | bytes |\n|---|--:|",
     ]
     out.mkdir(parents=True, exist_ok=True)

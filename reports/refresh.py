@@ -1,6 +1,6 @@
 """Make the pages, the tables of README.md and docs/speed.md and the pictures of patterns: `python reports/refresh.py [--check]`.
 
-Nothing is measured here: the records under reports/records hold what was measured, `approx run` makes them. Patterns are
+Nothing is measured here: each report.json under reports holds what was measured, `approx run` makes them. Patterns are
 counted and drawn again.
 """
 
@@ -36,8 +36,13 @@ SEARCH = ROOT / "docs" / "search.md"
 # the one with all mechanisms.
 LONG, LENGTHS = "genres", (512, 2048)
 SQUAD, SQUAD_LENGTH, UNHEALED = "heal-squad", 384, "minilm-squad"
+# The reports whose pages are kept; of the others there are the record, the text and the tables.
+SHOWN = (
+    "genres", "heal-speech", "heal-squad", "heal-sst2", "long-documents", "minilm-squad", "minilm-sst2", "quickstart",
+    "search-imdb", "search-squad",
+)  # fmt: skip
 # Columns of the terminal whose output the README shows.
-WIDTH = 122
+WIDTH = 136
 DRAWN: dict[str, tuple[str, int, bool, dict[str, Any]]] = {
     "ltr": ("ltr", 1024, False, {}),
     "strided-causal": ("strided", 1024, True, {"stride": 32}),
@@ -208,11 +213,13 @@ def patterns(out: Path) -> None:
 def refresh(out: Path) -> dict[Path, str]:
     """Write every report and the page about patterns into `out`; return the texts of the documents with tables in them."""
     patterns(out / "patterns")
-    records = ROOT / "reports" / "records"
+    records = ROOT / "reports"
     for page in (clustered_paper, long_documents):
         page.write(records, out)
-    for path in sorted(records.glob("*.json")):
-        write_report([record.load(path)], out / path.stem)
+    for path in sorted(records.glob("*/report.json")):
+        write_report([record.load(path)], folder := out / path.parent.name, force=True)
+        if folder.name not in SHOWN:
+            (folder / "index.html").unlink()
     growth.write(ROOT / "reports" / "growth", out / "growth")
     reliability.write(ROOT / "reports" / "reliability", out / "reliability")
     cpu_speed.write(ROOT / "reports", out)

@@ -17,7 +17,7 @@ def in_page(page: str, records: Path) -> str:
     """The page with its table made again between its markers."""
     before, _, rest = page.partition(_BEGIN)
     _, _, after = rest.partition(_END)
-    made = {path.stem: sources.opened(records, path.stem) for path in sorted(records.glob("search-*.json"))}
+    made = {path.name: sources.opened(records, path.name) for path in sorted(records.glob("search-*"))}
     rows = [
         "| searched | found | fastest uniform plan that is shown to lose no more than asked |",
         "|---|---|---|",

@@ -16,6 +16,11 @@ _SHOWN = 60
 OLDER = Path(__file__).with_name("older.toml")
 
 
+def file(records: Path, name: str) -> Path:
+    """The record of a name, in a folder of reports."""
+    return records / name / "report.json"
+
+
 def opened(records: Path, name: str) -> Record:
     """Load the record of a table.
 
@@ -26,7 +31,7 @@ def opened(records: Path, name: str) -> Record:
     Raises:
         ApproxError: if the record is older than a field, and older.toml does not list it; or lists one that it has.
     """
-    made = record.load(records / f"{name}.json")
+    made = record.load(file(records, name))
     lacks, listed = set(record.lacking(made)), set(_older().get(name, ()))
     if lacks - listed:
         raise ApproxError(

@@ -53,7 +53,7 @@ def test_a_finding_of_the_paper_holds_where_the_whole_interval_is_of_its_class(p
 
 
 def test_the_papers_rows_are_found_by_their_plans_and_not_by_their_names():
-    made = record.load(ROOT / "reports" / "records" / "minilm-sst2.json")
+    made = record.load(ROOT / "reports" / "minilm-sst2" / "report.json")
     for entry in (*made.quality[0].variants, *made.variants):
         entry.name = {"improved-clustered 25": "a", "clustered 25": "b"}.get(entry.name, entry.name)
     rows = clustered_paper.rows({"glue/sst2": made})
@@ -64,7 +64,7 @@ def test_the_papers_rows_are_found_by_their_plans_and_not_by_their_names():
 
 
 def test_a_page_says_which_of_the_papers_tasks_was_not_measured():
-    made = record.load(ROOT / "reports" / "records" / "minilm-sst2.json")
+    made = record.load(ROOT / "reports" / "minilm-sst2" / "report.json")
     *_, rest = clustered_paper.page({"glue/sst2": made}, {"glue/sst2": "minilm-sst2"}).partition("not measured here")
     assert "| squad | 90.4 | 87.6 | 0.6 |" in rest
     assert "| glue/sst2 | 94.7" not in rest
@@ -135,7 +135,7 @@ def test_a_table_fails_where_its_record_is_older_than_its_verdicts(tmp_path, mon
     listed = tmp_path / "older.toml"
     monkeypatch.setattr(sources, "OLDER", listed)
     listed.write_text("")
-    shutil.copy(ROOT / "reports" / "records" / "heal-gpt2.json", tmp_path)
+    shutil.copytree(ROOT / "reports" / "heal-gpt2", tmp_path / "heal-gpt2")
     with pytest.raises(
         ApproxError, match=r"'heal-gpt2' is older than chance, .*, which its table needs. Make it again"
     ):
@@ -166,7 +166,7 @@ def test_the_advice_on_fine_tuning_is_what_the_records_say():
     assert "`linear`, closest to the ceiling, back on SST-2 but not on SQuAD" in advice
     verdicts = {}
     for name in ("heal-transfer", "heal-squad-linear"):
-        (entry,) = record.load(ROOT / "reports" / "records" / f"{name}.json").quality
+        (entry,) = record.load(ROOT / "reports" / name / "report.json").quality
         verdicts[entry.task] = {
             one.verdict for one in entry.variants if one.name.startswith("linear") and one.name.endswith("healed")
         }

@@ -641,6 +641,8 @@ class Record(Written):
 SCHEMA: Final = 1
 # Mistakes of a damaged record that its error lists.
 _SHOWN = 12
+# Characters of a line of JSON: a row of figures, of a variant at a length.
+_WIDTH = 500
 # The mark of a parquet file that this tool wrote.
 _MADE = {b"approx": b"outputs of each example"}
 
@@ -659,7 +661,7 @@ def save(path: Path, record: Record) -> None:
     # Parts may have been changed since they were validated.
     validated(data, f"The record for {path}", Exit.INTERNAL)
     try:
-        text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        text = in_lines(data) + "\n"
     except ValueError as error:
         raise ApproxError(f"The record for {path} cannot be stored: {error}.", Exit.INTERNAL) from None
     _write(Path(path), lambda temporary: temporary.write_text(text, encoding="utf-8"))
@@ -849,3 +851,22 @@ def _git_commit() -> str | None:
         return git("rev-parse", "HEAD") + changed
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def in_lines(made: Any, depth: int = 0) -> str:
+    """JSON in which what fits into a line is one, so that rows of figures can be read and compared.
+
+    Args:
+        made: What `json` can write, without NaN.
+        depth: How deep it is inside of others, which indents it.
+    """
+    whole = json.dumps(made, ensure_ascii=False, allow_nan=False)
+    if len(whole) + depth <= _WIDTH or not isinstance(made, dict | list):
+        return whole
+    left, right = "{}" if isinstance(made, dict) else "[]"
+    if isinstance(made, dict):
+        inner = [f"{json.dumps(key, ensure_ascii=False)}: {in_lines(value, depth + 1)}" for key, value in made.items()]
+    else:
+        inner = [in_lines(value, depth + 1) for value in made]
+    between = "\n" + " " * (depth + 1)
+    return f"{left}{between}{f',{between}'.join(inner)}\n{' ' * depth}{right}"

@@ -22,6 +22,8 @@ from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path as Outline
 from numpy.typing import NDArray
 
+from approx.publishing.plots import paths_in_lines
+
 Mask = NDArray[np.bool_]
 
 INK, OWN, PALE = "#1f2430", "#1b2a41", "#c3cad4"
@@ -269,4 +271,6 @@ def _files(figure: Figure, suffixes: Sequence[str]) -> dict[str, bytes]:
         buffer = io.BytesIO()
         figure.savefig(buffer, format=suffix[1:], dpi=_DPI, metadata=undated)
         files[suffix] = buffer.getvalue()
+        if suffix == ".svg":
+            files[suffix] = paths_in_lines(buffer.getvalue().decode()).encode()
     return files

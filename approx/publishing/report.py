@@ -21,6 +21,7 @@ from approx.evaluation.record import (
     Speed,
     SpeedVariant,
     Timing,
+    in_lines,
     lacking,
 )
 from approx.publishing import wording
@@ -384,8 +385,7 @@ def write_report(records: list[Record], out: Path, *, force: bool = False) -> li
     records, out = joined(records), Path(out)
     data = [record.to_data() for record in records]
     files = {
-        "report.json": json.dumps(data[0] if len(data) == 1 else data, indent=1, ensure_ascii=False, allow_nan=False)
-        + "\n",
+        "report.json": in_lines(data[0] if len(data) == 1 else data) + "\n",
         "report.md": markdown(records),
         "quality.csv": _csv(_QUALITY, [line for record in records for line in _quality_lines(record)]),
         "speed.csv": _csv(_SPEED, [line for record in records for line in _speed_lines(record)]),

@@ -29,7 +29,7 @@ COMMANDS = {
     "search": ("search", "{base}", *TASK, "--length", "8", "--budget", "loss<=90", "-o", "out.yaml"),
 }
 OUTPUTS = ("out", "out.json", "out.yaml", "out-search")
-RECORD = ROOT / "reports" / "records" / "quickstart.json"
+RECORD = ROOT / "reports" / "quickstart" / "report.json"
 GRID = """title: One
 checkpoint: {base}
 variants: {{local: {{mechanism: local, grid: {{left: [1], right: [2]}}}}}}

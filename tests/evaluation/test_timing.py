@@ -41,7 +41,8 @@ def test_turns_are_interleaved_and_rotate_and_the_base_has_two(monkeypatch: pyte
 
     monkeypatch.setattr("approx.evaluation.timing.timed", note)
     race(runners, CPU, rounds=4, seconds=0.0, warm_up_seconds=0.0)
-    assert order.startswith("ABAC" + "BACA" + "ACAB" + "CABA")
+    # Before the race, each is called to see how long it takes.
+    assert "ABAC" + "BACA" + "ACAB" + "CABA" in order
     for runner in runners:
         assert all(len(turns) == runner.turns for turns in runner.rounds)
 

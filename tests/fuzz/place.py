@@ -113,7 +113,7 @@ def made(place: Path) -> Path:
     (place / "plan.yaml").write_text(PLAN, encoding="utf-8")
     (place / "grid.yaml").write_text(GRID, encoding="utf-8")
     for name in ("quickstart", "heal-positions"):
-        shutil.copy(ROOT / "reports" / "records" / f"{name}.json", place / f"{name}.json")
+        shutil.copy(ROOT / "reports" / name / "report.json", place / f"{name}.json")
     _tables(place / "tables")
     _squad(place / "squad" / "dev-v1.1.json")
     (place / "text.txt").write_text("\n".join(SENTENCES * 4), encoding="utf-8")

@@ -177,7 +177,7 @@ def test_plans_are_in_both_tables(record, tmp_path):
     assert {line["plan"] for line in speed if line["role"] != "variant"} == {""}
 
 
-@pytest.mark.parametrize("folder", sorted((ROOT / "reports" / "records").glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("folder", sorted((ROOT / "reports").glob("*/report.json")), ids=lambda path: path.parent.name)
 def test_no_two_rows_of_a_report_have_one_key(folder, tmp_path):
     write_report([record_files.load(folder)], tmp_path)
     for name, measured in (("quality.csv", MEASURED), ("speed.csv", TIMED)):

@@ -3,15 +3,14 @@
 from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from approx.checkpoints.checkpoint import load
 from approx.conversion.surgery import convert, revert
 from approx.conversion.verify import verify
-from approx.errors import ApproxError
-from approx.evaluation.options import BenchStage, EvaluateStage
+from approx.errors import ApproxError, shown
+from approx.evaluation.options import BASE, BenchStage, EvaluateStage
 from approx.evaluation.record import Record
-from approx.finetuning.options import FinetuneStage
 from approx.inspection import inspect, plan
 from approx.measuring.measure import (
     Progress,
@@ -30,16 +29,18 @@ from approx.measuring.measure import (
     with_extended_base,
 )
 from approx.measuring.products import fast_products
-from approx.pipeline.run import folder_of
-from approx.pipeline.run import search as run_search
 from approx.planning.plan import Plan
 from approx.publishing.report import write_report as report
-from approx.pushing.push import push
-from approx.recipe import BASE
-from approx.searching.options import SearchStage
-from approx.searching.outcome import Searched
 from approx.tasks import open_task
 from approx.validation import build
+
+if TYPE_CHECKING:
+    from approx.finetuning.options import FinetuneStage
+    from approx.pushing.push import push
+    from approx.searching.options import SearchStage
+    from approx.searching.outcome import Searched
+
+S = TypeVar("S")
 
 __all__ = [
     "Plan",
@@ -61,9 +62,36 @@ __all__ = [
 ]
 
 
+def __getattr__(name: str) -> Any:
+    # Measuring needs neither this room nor those of training and searching, which are imported where they are used.
+    if name == "push":
+        from approx.pushing.push import push
+
+        return push
+    raise AttributeError(f"module 'approx.api' has no attribute '{name}'")
+
+
+def _stage(kind: type[S], what: str, stage: S | None, options: dict[str, Any]) -> S:
+    """The stage that was passed, or one made of keywords.
+
+    Raises:
+        ApproxError: if it is something else, if there are keywords besides, or with all mistakes in them.
+    """
+    if stage is None:
+        return build(kind, what, **options)
+    if not isinstance(stage, kind):
+        raise ApproxError(f"{what}: a {kind.__name__} or its options by name are needed, found {shown(stage)}.")
+    if options:
+        raise ApproxError(
+            f"{what}: a {kind.__name__} was passed, and {', '.join(options)} besides. Put all options into the stage."
+        )
+    return stage
+
+
 def finetune(
     model: str | Path | Any,
     output: str | Path | None = None,
+    stage: "FinetuneStage | None" = None,
     *,
     processor: Any = None,
     teacher: str | Any | None = None,
@@ -82,6 +110,7 @@ def finetune(
         model: A folder, a model id of the hub, or `quickstart`, which is trained into `output`; or a loaded model, which is
             trained in place and on its device.
         output: The folder to make; for a loaded model the folder of its checkpoints, a temporary one without it.
+        stage: The training, instead of options by name.
         processor: The tokenizer or processor of a loaded model, or the folder that holds it.
         teacher: The exact model for `distill`; the weights of the model itself, with exact attention, without it.
         resume: Whether to go on with an unfinished training into `output`.
@@ -102,8 +131,9 @@ def finetune(
     """
     from approx.finetuning.finetune import finetune as train
     from approx.finetuning.finetune import finetune_folder
+    from approx.finetuning.options import FinetuneStage
 
-    stage = build(FinetuneStage, "finetune", **options)
+    stage = _stage(FinetuneStage, "finetune", stage, options)
     if isinstance(model, str | Path):
         if output is None:
             raise ApproxError("The training of a checkpoint needs a folder to write. Name it with 'output'.")
@@ -124,6 +154,7 @@ def finetune(
 
 def rehearse_finetuning(
     model: str,
+    stage: "FinetuneStage | None" = None,
     *,
     teacher: str | None = None,
     revision: str | None = None,
@@ -137,11 +168,11 @@ def rehearse_finetuning(
     Args and errors: as for `finetune`; nothing is written.
     """
     from approx.finetuning.finetune import rehearse
+    from approx.finetuning.options import FinetuneStage
 
-    stage = build(FinetuneStage, "finetune", **options)
     return rehearse(
         model,
-        stage,
+        _stage(FinetuneStage, "finetune", stage, options),
         teacher=teacher,
         revision=revision,
         offline=offline,
@@ -152,7 +183,7 @@ def rehearse_finetuning(
 
 def evaluate(
     model: str | Any,
-    task: str,
+    task: str | EvaluateStage,
     *,
     against: str | Any | None = None,
     extend_base: bool = False,
@@ -173,7 +204,7 @@ def evaluate(
     Args:
         model: A folder, a hub model id, or `quickstart`; or a loaded model, which keeps its device and dtype, and whose
             outputs are not stored.
-        task: Name of the task, e.g. `glue/sst2`.
+        task: Name of the task, e.g. `glue/sst2`; or the whole stage, instead of options by name.
         against: The base to compare with. By default a converted checkpoint is compared with its own weights under exact
             attention, and a stock one with nothing.
         extend_base: Whether to give the base as many positions as the model, by repeating its table as a conversion with
@@ -196,7 +227,8 @@ def evaluate(
     Raises:
         ApproxError: if an option is unknown or out of range, or checkpoint, task and data do not fit.
     """
-    stage = build(EvaluateStage, "evaluate", task=task, **options)
+    whole = task if isinstance(task, EvaluateStage) else None
+    stage = _stage(EvaluateStage, "evaluate", whole, options if whole else {"task": task, **options})
     # Mistakes in the task must show before weights are loaded.
     task_of(stage)
     opened = open_pair(model, against, device, dtype, offline, processor, merge_adapter=merge_adapter)
@@ -211,12 +243,12 @@ def evaluate(
     quality = measure_quality(opened, stage, seed=seed, outputs=outputs, fresh=fresh, progress=progress)
     if extended:
         quality = quality.model_copy(update={"notes": [*quality.notes, extended]})
-    return make_record(opened, title=f"{label} on {task}", seed=seed, command=command, quality=[quality])
+    return make_record(opened, title=f"{label} on {stage.task}", seed=seed, command=command, quality=[quality])
 
 
 def bench(
     model: str | Any,
-    lengths: list[int],
+    lengths: list[int] | BenchStage,
     *,
     against: str | Any | None = None,
     processor: Any = None,
@@ -236,7 +268,7 @@ def bench(
 
     Args:
         model: A folder, a hub model id, or `quickstart`; or a loaded model, which keeps its device and dtype.
-        lengths: Tokens per sequence.
+        lengths: Tokens per sequence; or the whole stage, instead of options by name.
         against: The exact base of a converted model; by default its own weights under exact attention.
         processor: The tokenizer or processor of a loaded model, or the folder that holds it; needed with a task.
         task: Task whose examples are the inputs; by default random inputs.
@@ -258,9 +290,11 @@ def bench(
         ApproxError: if an option is unknown or out of range, the lengths do not fit the positions, or the base is not exact.
     """
     texts = None if task is None else build(EvaluateStage, "bench", task=task, data=data, settings=settings or {})
-    inputs = "synthetic" if texts is None else "real"
-    stage = build(BenchStage, "bench", lengths=lengths, inputs=inputs, **options)
-    if texts is not None:
+    whole = lengths if isinstance(lengths, BenchStage) else None
+    stage = _stage(BenchStage, "bench", whole, options if whole else {"lengths": lengths, **options})
+    if texts is None:
+        stage = stage.model_copy(update={"inputs": "synthetic"})
+    else:
         open_task(texts.task, **texts.settings)
     opened = open_pair(
         model, against, device, dtype, offline, processor, reads=texts is not None, merge_adapter=merge_adapter
@@ -272,6 +306,7 @@ def bench(
 def search(
     model: str | Any,
     output: str | Path | None = None,
+    stage: "SearchStage | None" = None,
     *,
     processor: Any = None,
     sensitivities: str | Path | None = None,
@@ -286,12 +321,13 @@ def search(
     command: str = "",
     progress: Progress = silent,
     **options: Any,
-) -> Searched:
+) -> "Searched":
     """Find the fastest mix of mechanisms within a loss, or the least loss at a speed, and prove it on other examples.
 
     Args:
         model: A folder, a hub model id, or `quickstart`; or a loaded model, which is not changed.
         output: File for the plan; everything measured goes into a folder beside it. Without it nothing is kept.
+        stage: What to search for, instead of options by name.
         processor: The tokenizer or processor of a loaded model, or the folder that holds it.
         sensitivities: `sensitivities.json` of an earlier search of the same model, candidates and examples.
         resume: Whether to go on with an earlier search into `output`.
@@ -308,7 +344,11 @@ def search(
         ApproxError: if an option is unknown, out of range or contradicts another, the model does not fit, an output exists, or
             nothing could be as fast as asked (exit code 7).
     """
-    stage = build(SearchStage, "search", **options)
+    from approx.pipeline.run import folder_of
+    from approx.pipeline.run import search as run_search
+    from approx.searching.options import SearchStage
+
+    stage = _stage(SearchStage, "search", stage, options)
     if isinstance(model, str):
         where: dict[str, Any] = {"revision": revision, "offline": offline, "merge_adapter": merge_adapter}
         base = open_all({BASE: model}, device, dtype, **where)[BASE]

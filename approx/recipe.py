@@ -4,28 +4,21 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, PrivateAttr
 
 from approx import yaml_text
 from approx.errors import ApproxError, did_you_mean, shown
-from approx.evaluation.options import BenchStage, EvaluateStage
+from approx.evaluation.options import BASE, CEILING, BenchStage, Device, Dtype, EvaluateStage
 from approx.finetuning.options import HealStage
 from approx.planning.rule import Rules
 from approx.pushing.options import PushStage
 from approx.searching.options import SearchStage, contradictions
 from approx.validation import Mistake, Model, listed, salvage, told
 
-BASE, CEILING = "exact", "attention-free"
-"""Names of two lines in every report: the base, and the base with its attention replaced by its values."""
-
 HEALED, TRAINED = ", healed", f"{BASE}, trained"
 """The end of a healed variant's name, and the name of the base after the same training."""
-
-Device = Literal["auto", "cpu", "cuda"]
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-CHOICES = {"device": get_args(Device), "dtype": get_args(Dtype)}
 
 
 class Study(Model):

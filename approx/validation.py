@@ -49,6 +49,8 @@ def listed(value: Any) -> Any:
     return value if isinstance(value, list | tuple) else [value]
 
 
+# A path; on the command line a file name that may hold commas.
+File = Annotated[str, "file"]
 # More than anybody counts, and less than what libraries written in C cannot take.
 Count = Annotated[int, Field(ge=1, le=10**15)]
 Counts = Annotated[

@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
+from approx.evaluation.options import BASE
 from approx.evaluation.record import QualityVariant, Record, Trained
 from approx.publishing import wording
-from approx.recipe import BASE, HEALED, TRAINED
+from approx.recipe import HEALED, TRAINED
 from approx.tasks.metrics import METRICS
 from reports import sources
 

@@ -7,9 +7,10 @@ from approx import api
 from approx.checkpoints import checkpoint
 from approx.conversion import surgery
 from approx.errors import ApproxError, Exit
+from approx.evaluation.options import BASE, CEILING, BenchStage, EvaluateStage
+from approx.finetuning.options import FinetuneStage
 from approx.measuring.measure import label_of
 from approx.planning.plan import Plan, Rule
-from approx.recipe import BASE, CEILING
 from tiny_study import tiny_checkpoint, tiny_data
 from typed import known
 
@@ -30,9 +31,7 @@ def test_a_record_of_speed_says_what_was_asked_for(study):
     told = []
     made = api.bench(
         study[1],
-        [8],
-        rounds=3,
-        seconds=0.0,
+        BenchStage(lengths=[8], rounds=3, seconds=0.0),
         seed=5,
         device="cpu",
         command="typed",
@@ -58,7 +57,8 @@ def test_draws_are_scored_of_what_draws_and_refused_for_a_stock_checkpoint(study
     asked = {"data": data, "limit": 4, "seeds": 2, "seed": 5, "device": "cpu", "command": "typed"}
     with pytest.raises(ApproxError, match=r"Several seeds need a converted checkpoint, but .*stock is not converted"):
         api.evaluate(stock, "glue/sst2", **asked)
-    made = api.evaluate(converted, "glue/sst2", against=stock, **asked)
+    stage = EvaluateStage(task="glue/sst2", data=data, limit=4, seeds=2)
+    made = api.evaluate(converted, stage, against=stock, seed=5, device="cpu", command="typed")
     assert (made.title, made.seed, made.command) == (f"{BASE} (converted) on glue/sst2", 5, "typed")
     (entry,) = made.quality
     assert len(known(entry.variants[0].seeds).scores) == 2
@@ -80,6 +80,15 @@ def test_a_base_that_is_converted_itself_is_refused(study):
         (lambda: api.bench("nowhere", []), "bench.lengths: at least one is needed"),
         (lambda: api.bench("nowhere", [8], rounds=1), "bench.rounds: a finite number of at least 3"),
         (lambda: api.bench("nowhere", [8], second=1), "bench: unknown key 'second'. Did you mean 'seconds'?"),
+        (
+            lambda: api.finetune("nowhere", "out", EvaluateStage(task="needle")),
+            "finetune: a FinetuneStage or its options",
+        ),  # type: ignore[arg-type]  # wrong on purpose
+        (
+            lambda: api.finetune("nowhere", "out", FinetuneStage(), steps=1),
+            "finetune: a FinetuneStage was passed, and steps besides",
+        ),
+        (lambda: api.evaluate("nowhere", EvaluateStage(task="needel")), "Did you mean 'needle'?"),
     ],
 )
 def test_a_mistake_in_an_option_is_told_before_anything_is_opened(call, sentence):

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import functools
 import inspect
 import os
 import shlex
@@ -12,8 +11,10 @@ from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
 
+from approx.cli.stages import Stage
 from approx.cli.terminal import Terminal, silence
 from approx.errors import ApproxError, Exit
 
@@ -54,7 +55,7 @@ _TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
 def command(
-    app: typer.Typer, panel: str, *examples: str, interrupted: str = _INTERRUPTED
+    app: typer.Typer, panel: str, *examples: str, interrupted: str = _INTERRUPTED, **stages: Stage
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a function a command: pass it the terminal as first argument, add the shared options, report errors.
 
@@ -63,16 +64,10 @@ def command(
         panel: Group in `approx --help`.
         examples: Command lines shown below the command's help.
         interrupted: Message after Ctrl-C.
+        stages: Parameter of the function -> the stage that it takes, whose fields become options in its place.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        _, *own = inspect.signature(function).parameters.values()
-        shared = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=kind)
-            for name, kind in _SHARED.items()
-        ]
-
-        @functools.wraps(function)
         def wrapper(**given: Any) -> None:
             terminal = Terminal(**{name: given.pop(name) for name in _SHARED})
             with (
@@ -81,16 +76,44 @@ def command(
                 terminal.noting("approx_kernels"),
                 terminal.noting("approx.evaluation"),
             ):
-                function(terminal, **given)
+                made = {name: stage.read(given) for name, stage in stages.items()}
+                function(terminal, **given, **made)
 
-        wrapper.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]  # what Typer reads
-        wrapper.__annotations__ = {p.name: p.annotation for p in [*own, *shared]}
+        class Late(TyperCommand):
+            """A command whose options are made when it is called or explained: `approx --help` needs those of none."""
+
+            def get_params(self, ctx: Any) -> Any:
+                if not self.params:
+                    _declare(wrapper, function, stages)
+                    alone = typer.Typer(add_completion=False)
+                    alone.command()(wrapper)
+                    made = get_command(alone)
+                    self.params, self.callback = made.params, made.callback
+                return super().get_params(ctx)
+
         # Typer keeps a line break of an epilog only if it is an empty line.
         epilog = "\n\n".join(["Examples:", *(f"  {line}" for line in examples), exit_codes()])
-        app.command(rich_help_panel=panel, epilog=epilog)(wrapper)
+        name, text = function.__name__.replace("_", "-"), inspect.getdoc(function)
+        app.command(name, cls=Late, help=text, rich_help_panel=panel, epilog=epilog)(lambda: None)
         return function
 
     return decorate
+
+
+def _declare(wrapper: Callable[..., None], function: Callable[..., None], stages: dict[str, Stage]) -> None:
+    """Give a wrapper the parameters that Typer makes options of: those of the function and stages, and the shared ones."""
+    _, *own = inspect.signature(function).parameters.values()
+    parameters: list[inspect.Parameter] = []
+    for one in own:
+        if one.name in stages:
+            parameters += stages[one.name].parameters()
+        else:
+            # By keyword, so that required options may follow others.
+            parameters.append(one.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+    for name, kind in _SHARED.items():
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=kind))
+    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what Typer reads
+    wrapper.__annotations__ = {one.name: one.annotation for one in parameters}
 
 
 class Group(TyperGroup):

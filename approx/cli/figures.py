@@ -6,10 +6,10 @@ from typing import Any
 from rich.table import Table
 
 from approx.cli.tables import table
+from approx.evaluation.options import BASE, CEILING
 from approx.evaluation.record import BUSY, Quality, Relative, Speed, SpeedVariant, Timing
 from approx.publishing import tables, wording
 from approx.publishing.report import Comparison
-from approx.recipe import BASE, CEILING
 
 _SPEED = ("batch", "tokens", "", "ms", "speed-up", "95 %", "of ceiling", "MB", "verdict")
 _DECODING = ("batch", "prompt", "", "tokens/s", "speed-up", "95 %", "of ceiling", "cache MB", "verdict")

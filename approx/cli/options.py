@@ -123,14 +123,17 @@ MaxLength = Annotated[
 ]
 
 
+NAMED_TASK: dict[str, Any] = {
+    "autocompletion": names.completed(names.tasks),
+    "callback": names.known("task", names.tasks, names.is_task),
+}
+"""What an option that names a task does besides."""
+
+
 def task_option(about: str) -> Any:
     """The option that names a task, with what the command does with it."""
     return typer.Option(
-        help=f"{about} `approx tasks` lists them.",
-        show_default=False,
-        rich_help_panel=_TASK,
-        autocompletion=names.completed(names.tasks),
-        callback=names.known("task", names.tasks, names.is_task),
+        help=f"{about} `approx tasks` lists them.", show_default=False, rich_help_panel=_TASK, **NAMED_TASK
     )
 
 

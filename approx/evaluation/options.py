@@ -1,10 +1,18 @@
 """The options of evaluate and bench."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
 from approx.validation import Count, Counts, Model
+
+BASE, CEILING = "exact", "attention-free"
+"""Names of two lines in every report: the base, and the base with its attention replaced by its values."""
+
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+CHOICES = {"device": get_args(Device), "dtype": get_args(Dtype)}
+"""The devices and dtypes that measurements run on."""
 
 
 class EvaluateOptions(Model):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from approx.validation import Count, Model, listed
+from approx.validation import Count, File, Model, listed
 
 Mode = Literal["transfer", "distill", "task", "clm", "mlm", "lora"]
 _UNITS = {"s": 1, "m": 60, "h": 3600}
@@ -87,45 +87,45 @@ class FinetuneStage(Model):
     """How a model is trained.
 
     Attributes:
-        recover: Modes, in order. `transfer` fits the mechanisms to exact attention, layer by layer; `distill` fits the
-            model to its base; `task` trains on the labels of the task; `clm` and `mlm` continue pre-training on text; from
-            `lora` on, the following modes train low-rank adapters instead of the weights.
-        task: Task with the training examples, e.g. `glue/sst2`.
-        data: The task's files in their official layout; by default the hub, or the task's generator.
-        text: Files of plain text, instead of a task.
-        split: Split of the task.
-        settings: Settings of the task.
-        limit: Number of examples to use, from the first.
-        length: Maximum tokens of an input; by default the positions of the model.
-        min_length: Minimum tokens of an input. Inputs that the mechanisms compute exactly teach them nothing.
-        batch_size: Inputs per step, over all processes.
-        accumulate: Forward passes per step.
+        recover: Modes in their order: transfer (fit the mechanisms to exact attention, layer by layer), distill (fit the model
+            to its base), task (train on labels), clm or mlm (continue pre-training on text), lora (from there on, adapters
+            instead of weights). Default: transfer where mechanisms have parameters, then task, clm or mlm.
+        task: A task, e.g. glue/sst2. `approx tasks` lists them.
+        data: The task's files in their official layout, a table (.csv, .tsv, .jsonl, .json, .parquet), or hub:OWNER/NAME.
+            Default: the hub, or the task's generator.
+        text: A file of plain text, in place of a task.
+        split: Split to train on.
+        settings: Settings of the task; `approx tasks NAME` lists them.
+        limit: Use only this many examples, the first ones.
+        length: Tokens of an input at most. Default: the positions of the model.
+        min_length: Tokens of an input at least; short inputs may be exact and teach nothing.
+        batch_size: Inputs of a step, over all processes.
+        accumulate: Forward passes of a step.
         steps: Steps of each mode.
-        epochs: Passes over the examples, instead of `steps`.
-        time_budget: Time of all modes together, e.g. `30m`; training ends when steps or time run out.
-        learning_rate: Highest learning rate of every mode; each mode has its own default.
-        train: Weights that `distill`, `task`, `clm` and `mlm` train: all, those of attention layers, or the task head.
-        projections: Whether `transfer` also trains the projections to queries, keys and values.
-        joint: Whether `transfer` feeds each layer the outputs of the converted layers before it, not exact outputs.
-        match: What `transfer` compares: outputs of attention, or its weights.
-        distill: Weights of the distillation loss.
-        lora: Size of the adapters.
+        epochs: Passes over the examples, instead of steps.
+        time_budget: Time of all modes together, e.g. 90s, 30m or 2h; training ends when steps or time run out.
+        learning_rate: The highest rate of every mode. Default: one for each mode.
+        train: Weights that distill, task, clm and mlm train: all, those of attention layers, or the task's head.
+        projections: Let transfer train the q, k and v projections too.
+        joint: In transfer, feed each layer what the converted layers before it compute, not exact attention.
+        match: What transfer compares: the outputs of attention, or its weights.
+        distill: Weight of a part of the loss of distill: logits, hidden, attention or labels; or the temperature.
+        lora: The rank, alpha, dropout or targets of the adapters.
         penalty: Weight of the penalty of mechanisms, such as the spans of adaptive-span.
-        validation: Training examples held out to choose the best step, at most a tenth of all.
-        evaluate_every: Steps between validations; by default about ten validations.
-        patience: Number of validations without improvement after which a mode ends.
-        budget: Allowed loss against exact attention, in points of the task's metric, e.g. `loss<=0.5`; training ends when
-            the held-out examples show no larger loss.
-        recompute: Whether to recompute layers in the backward pass, which saves memory.
-        bfloat16: Whether the forward pass runs under bfloat16 autocast.
-        report_to: Additional reporting by transformers' Trainer: tensorboard, trackio or wandb.
+        validation: Training examples held out to choose the best step, at most a tenth.
+        evaluate_every: Steps between validations. Default: about ten validations.
+        patience: End a mode after this many validations without progress.
+        budget: Stop as soon as no more is lost on held-out examples, against exact attention and in points: loss<=0.5.
+        recompute: Compute layers again in the backward pass: less memory, more time.
+        bfloat16: Run the forward pass under bfloat16 autocast.
+        report_to: Also report to tensorboard, trackio or wandb.
         seed: Seed of the order of examples and of dropout.
     """
 
     recover: Annotated[list[Mode], Field(min_length=1), BeforeValidator(listed)] | None = None
     task: Annotated[str | None, Field(examples=["glue/sst2"])] = None
     data: str | None = None
-    text: Annotated[list[str] | None, BeforeValidator(lambda value: None if value is None else listed(value))] = None
+    text: Annotated[list[File] | None, BeforeValidator(lambda value: None if value is None else listed(value))] = None
     split: str = "train"
     settings: dict[str, Any] = Field(default_factory=dict)
     limit: Count | None = None

@@ -27,7 +27,7 @@ from approx.errors import ApproxError, Exit
 from approx.evaluation import record
 from approx.evaluation.bench import Contender, bench, crossover
 from approx.evaluation.evaluate import Subject, default_folder, evaluate, fingerprint
-from approx.evaluation.options import BenchStage, EvaluateStage
+from approx.evaluation.options import BASE, CEILING, CHOICES, BenchStage, EvaluateStage
 from approx.evaluation.quality import over_tasks
 from approx.evaluation.record import Layer, Quality, RecipeText, Record, Speed, Trained, Variant
 from approx.evaluation.timing import image_inputs, sound_inputs, text_inputs
@@ -36,7 +36,6 @@ from approx.measuring.products import products_for
 from approx.planning import anatomy, positions
 from approx.planning.plan import described
 from approx.planning.positions import example_inputs, samples
-from approx.recipe import BASE, CEILING, CHOICES
 from approx.seam.attention_free import attention_free
 from approx.seam.dispatch import fastest_exact
 from approx.tasks import open_task

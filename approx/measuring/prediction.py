@@ -17,8 +17,8 @@ from approx.checkpoints import checkpoint
 from approx.errors import ApproxError, Exit
 from approx.evaluation.bench import Contender
 from approx.evaluation.evaluate import Subject, predict, prepare
+from approx.evaluation.options import BASE, CEILING
 from approx.planning import positions
-from approx.recipe import BASE, CEILING
 from approx.seam.attention_free import attention_free
 from approx.seam.dispatch import fastest_exact
 from approx.seam.transformers_internals import cache_keyword

@@ -21,7 +21,7 @@ from approx.conversion.surgery import of_checkpoint, with_separator
 from approx.errors import ApproxError, Exit
 from approx.evaluation import record
 from approx.evaluation.evaluate import Subject, fingerprint, prepare
-from approx.evaluation.options import BenchStage, EvaluateStage
+from approx.evaluation.options import BASE, BenchStage, EvaluateStage
 from approx.evaluation.record import RecipeText, Record, Trained
 from approx.finetuning.finetune import BudgetMetError, finetune_folder
 from approx.finetuning.options import FinetuneStage
@@ -50,7 +50,7 @@ from approx.publishing.report import write_report
 from approx.pushing.options import PushStage
 from approx.pushing.push import push
 from approx.pushing.remote import check_permission, endpoint, refuse_bad_words, stated
-from approx.recipe import BASE, HEALED, TRAINED, Recipe, slug
+from approx.recipe import HEALED, TRAINED, Recipe, slug
 from approx.searching.options import SearchStage
 from approx.searching.outcome import Searched
 from approx.searching.search import FITTED, MEASURED, SENSITIVITIES, Search

@@ -23,7 +23,7 @@ from approx.conversion.calibration import TEXT, calibrate, calibration_batch, ca
 from approx.conversion.surgery import of_checkpoint, with_separator
 from approx.errors import ApproxError, Exit, did_you_mean
 from approx.evaluation.evaluate import Prepared, Subject, fingerprint, prepare
-from approx.evaluation.options import BenchStage, EvaluateStage
+from approx.evaluation.options import BASE, BenchStage, EvaluateStage
 from approx.evaluation.quality import groups_of
 from approx.evaluation.record import Speed, environment
 from approx.evaluation.statistics import standard_error
@@ -33,7 +33,6 @@ from approx.mechanisms import MECHANISMS
 from approx.planning.anatomy import Anatomy, Site
 from approx.planning.plan import Plan, ranges
 from approx.planning.rule import Rule
-from approx.recipe import BASE
 from approx.seam.observe import Call, observe
 from approx.searching.options import SearchStage
 from approx.tasks import open_task

@@ -24,6 +24,7 @@ from approx.conversion import verify
 from approx.errors import ApproxError, Exit, shown
 from approx.evaluation.evaluate import default_folder, fingerprint, predict
 from approx.evaluation.inputs import coverage
+from approx.evaluation.options import BASE
 from approx.evaluation.quality import compare, label_order
 from approx.evaluation.record import Quality, Speed, Tokens
 from approx.evaluation.statistics import Stake, score_interval
@@ -34,7 +35,6 @@ from approx.measuring.measure import Progress, identity, subject_of
 from approx.planning import positions
 from approx.planning.anatomy import Anatomy, anatomy
 from approx.planning.plan import Plan
-from approx.recipe import BASE
 from approx.searching import cost
 from approx.searching.cost import (
     Candidate,

@@ -3,9 +3,7 @@
 Editors complete recipes, grids and plans by them; names and settings of mechanisms and names of tasks are put in.
 """
 
-import inspect
 import json
-import re
 import sys
 import typing
 from pathlib import Path
@@ -17,6 +15,7 @@ sys.path.extend(str(Path(__file__).resolve().parents[2] / name) for name in ("."
 from pydantic import TypeAdapter
 
 from approx.checkpoints.history import Receipt
+from approx.cli.docstrings import arguments
 from approx.evaluation.record import Record
 from approx.grid import Grid
 from approx.mechanisms import MECHANISMS
@@ -33,16 +32,6 @@ SCHEMAS = {
     "record": Record,
     "receipt": Receipt,
 }
-
-
-def attributes(kind: type) -> dict[str, str]:
-    """Name -> what the docstrings of a class and of those that it is made from say of it."""
-    told = {}
-    for owner in reversed(kind.__mro__):
-        listed = inspect.cleandoc(owner.__doc__ or "").partition("Attributes:\n")[2]
-        entries = re.findall(r"^    (\w+): ((?:.+)(?:\n {8}.+)*)", listed, flags=re.MULTILINE)
-        told |= {name: " ".join(text.split()) for name, text in entries}
-    return told
 
 
 def with_parts(kind: Any) -> dict[str, type]:
@@ -81,7 +70,7 @@ def schema(name: str) -> dict[str, Any]:
     for part in (made, *made.get("$defs", {}).values()):
         if "description" in part:
             part["description"] = part["description"].partition("\n\n")[0]
-        texts = attributes(KINDS[part["title"]]) if part.get("title") in KINDS else {}
+        texts = arguments(KINDS[part["title"]], "Attributes") if part.get("title") in KINDS else {}
         for key, value in part.get("properties", {}).items():
             value.pop("title", None)
             # Keys that are words of Python have an underscore in the model.

@@ -37,7 +37,7 @@ def words(name: str, base: Path, converted: Path, data: Path, place: Path) -> tu
     if name == "finetune":
         lines = (data / "dev.tsv").read_text("utf-8").splitlines()
         (place / "train.tsv").write_text("\n".join([lines[0], *lines[1:] * 4]) + "\n", encoding="utf-8")
-        settings = ("--task", "glue/sst2", "--data", "train.tsv", "--recover", "task", "--max-steps", "20")
+        settings = ("--task", "glue/sst2", "--data", "train.tsv", "--recover", "task", "--steps", "20")
         return ("finetune", converted, "-o", "out", *settings)
     return {
         "convert": ("convert", base, "-o", "out", "-m", "linear"),

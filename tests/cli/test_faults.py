@@ -18,7 +18,7 @@ COMMANDS = {
     "convert": (("convert", "base", "-m", "local", "--set", "left=2", "--set", "right=2", "--force"), "-o", "out"),
     "revert": (("revert", "converted", "--force"), "-o", "out"),
     "finetune": (
-        ("finetune", "converted", "--task", "glue/sst2", "--data", "SST-2", "--recover", "task", "--max-steps", "2", "--force"),
+        ("finetune", "converted", "--task", "glue/sst2", "--data", "SST-2", "--recover", "task", "--steps", "2", "--force"),
         "-o", "out",
     ),
     "evaluate": (("evaluate", "converted", "--task", "glue/sst2", "--data", "SST-2", "--force"), "-o", "out/q.json"),

@@ -40,7 +40,7 @@ def words_of(study: Path, *more: object) -> list[str]:
         "glue/sst2",
         "--data",
         study / "SST-2",
-        "--max-steps",
+        "--steps",
         "6",
         "--batch-size",
         "8",
@@ -79,7 +79,11 @@ def test_a_dry_run_writes_nothing(study, tmp_path):
 @pytest.mark.parametrize(
     ("more", "code", "message"),
     [
-        (["--max-steps", "0"], 2, "No steps were asked for"),
+        (["--steps", "0"], 2, "--steps: a finite number of at least 1 is needed, found 0"),
+        (["--epochs", "0"], 2, "--epochs: a finite number above 0.0 is needed, found 0.0"),
+        (["--max-steps", "3"], 2, "--steps and its earlier name --max-steps were both given"),
+        (["--distill", "hidden=x"], 2, "--distill.hidden: a number is needed, found 'x'"),
+        (["--lora", "targets=query,", "--lora", "rank=0"], 2, "--lora.rank: a finite number of at least 1"),
         (["--recover", "heal"], 2, "'heal'"),
         (["--recover", "transfr"], 2, "Did you mean 'transfer'?"),
         (["--recover", "lora"], 2, "'lora' comes last"),
@@ -92,7 +96,11 @@ def test_a_dry_run_writes_nothing(study, tmp_path):
         (["--text", "a.txt"], 2, "both were given"),
         (["--teacher", "base"], 2, "only with the mode 'distill'"),
         (["--resume"], 5, "nothing to resume"),
-        (["--penalty", "1", "--recover", "task", "--train", "none"], 2, "all, attention, head"),
+        (
+            ["--penalty", "1", "--recover", "task", "--train", "none"],
+            2,
+            "'none' is not one of 'all', 'attention', 'head'",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_refused_in_a_line_and_leaves_nothing(study, tmp_path, more, code, message):

@@ -39,7 +39,7 @@ COMMANDS = [
             "{train}",
             "--recover",
             "task",
-            "--max-steps",
+            "--steps",
             "1",
             "-o",
             "{out}",

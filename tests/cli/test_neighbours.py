@@ -24,7 +24,7 @@ COMMANDS = {
     "plan": ("plan", "{base}", "-m", "linear", "-o", "out.json"),
     "run": ("run", "{recipe}", "-o", "out"),
     "sweep": ("sweep", "{grid}", "-o", "out"),
-    "finetune": ("finetune", "{converted}", *TASK, "--recover", "task", "--max-steps", "2", "-o", "out"),
+    "finetune": ("finetune", "{converted}", *TASK, "--recover", "task", "--steps", "2", "-o", "out"),
     "report": ("report", "{record}", "-o", "out"),
     "search": ("search", "{base}", *TASK, "--length", "8", "--budget", "loss<=90", "-o", "out.yaml"),
 }

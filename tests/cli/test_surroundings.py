@@ -92,7 +92,7 @@ def test_a_clock_that_goes_backwards_changes_nothing(base, converted, data, tmp_
     Path("train.tsv").write_text(rows, encoding="utf-8")
     answer = call(
         "finetune", converted, "-o", "healed", "--task", "glue/sst2", "--data", "train.tsv", "--recover", "task",
-        "--max-steps", "4", "--time-budget", "10m", "--json",
+        "--steps", "4", "--time-budget", "10m", "--json",
     )  # fmt: skip
     assert answer.code == Exit.OK, answer
     assert [0 < phase["seconds"] < 600 for phase in answer.json["phases"]] == [True]

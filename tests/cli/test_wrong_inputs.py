@@ -96,7 +96,7 @@ OTHERS = [
     (("finetune", "{base}", "-o", "out", *TASK, "{data}"), 5, "train.tsv"),
     (("finetune", "{base}", "-o", "out", *TASK, "{data}", "--recover", "mend"), 2, "found 'mend'"),
     (("finetune", "{base}", "-o", "out", *TASK, "{data}", "--recover", "transfer"), 3, "is exact already"),
-    (("finetune", "{base}", "-o", "out", *TASK, "{data}", "--max-steps", "0"), 2, "No steps were asked for"),
+    (("finetune", "{base}", "-o", "out", *TASK, "{data}", "--steps", "0"), 2, "--steps: a finite number of at least 1"),
     (("finetune", "{base}", "-o", "out", *TASK, "{data}", "--time-budget", "soon"), 2, "found 'soon'"),
     (("push", "{base}", "me/x", "--dry-run"), 8, "is not converted"),
     (("push", "{converted}", "not a name", "--dry-run"), 2, "The form is owner/name"),

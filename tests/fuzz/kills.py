@@ -114,7 +114,7 @@ def commands(hub: Any) -> dict[str, Command]:
         ),
         "finetune": Command(
             (
-                "finetune", "converted", "--task", "glue/sst2", "--data", "SST-2", "--max-steps", "4", "--batch-size", "8",
+                "finetune", "converted", "--task", "glue/sst2", "--data", "SST-2", "--steps", "4", "--batch-size", "8",
                 "--evaluate-every", "2", "--device", "cpu", "--quiet", "-o", "{}/healed",
             ),
             ("healed",),

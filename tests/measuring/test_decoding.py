@@ -12,9 +12,8 @@ from approx import api
 from approx.errors import ApproxError, Exit
 from approx.evaluation import timing
 from approx.evaluation.bench import Contender, bench
-from approx.evaluation.options import BenchStage
+from approx.evaluation.options import BASE, CEILING, BenchStage
 from approx.measuring.prediction import Decoder, cache_bytes, decoders, refuse
-from approx.recipe import BASE, CEILING
 from approx.seam.attention_free import attention_free
 from approx.seam.dispatch import fastest_exact
 from tiny_classifier import tiny_model

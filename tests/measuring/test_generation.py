@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from approx.errors import ApproxError, Exit
+from approx.evaluation.options import BASE
 from approx.measuring import prediction
 from approx.measuring.measure import in_memory
 from approx.measuring.prediction import continued
-from approx.recipe import BASE
 from tiny_classifier import WORDS
 from tiny_decoder import tiny_gpt2, words
 

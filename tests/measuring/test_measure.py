@@ -16,13 +16,12 @@ from approx.conversion import convert, surgery
 from approx.errors import ApproxError, Exit
 from approx.evaluation.bench import crossover
 from approx.evaluation.evaluate import fingerprint
-from approx.evaluation.options import BenchStage, EvaluateStage
+from approx.evaluation.options import BASE, CEILING, BenchStage, EvaluateStage
 from approx.evaluation.record import Quality, RecipeText, Speed, Trained
 from approx.measuring import measure
 from approx.measuring.measure import computed_by, identity, in_memory
 from approx.planning.plan import Plan, Rule
 from approx.planning.positions import example_inputs
-from approx.recipe import BASE, CEILING
 from approx.seam.attention_free import attention_free
 from tiny_classifier import tiny_model, tiny_tokenizer
 from tiny_speech import recogniser, some_utterances, speech_processor, write_utterances

@@ -8,10 +8,10 @@ import torch
 from approx.checkpoints import checkpoint
 from approx.conversion import convert, surgery
 from approx.errors import ApproxError
+from approx.evaluation.options import BASE, CEILING
 from approx.measuring import measure
 from approx.measuring.measure import in_memory, label_of, open_pair, with_extended_base
 from approx.planning.plan import Plan
-from approx.recipe import BASE, CEILING
 from tiny_classifier import tiny_model, tiny_tokenizer
 from tiny_study import tiny_checkpoint
 from zoo import tiny

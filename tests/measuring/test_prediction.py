@@ -9,9 +9,9 @@ import transformers
 
 from approx import api
 from approx.errors import ApproxError, Exit
+from approx.evaluation.options import BASE
 from approx.measuring.measure import in_memory
 from approx.measuring.prediction import compare
-from approx.recipe import BASE
 from tiny_classifier import WORDS, tiny_model, tiny_tokenizer
 from tiny_speech import sound
 from zoo import tiny

@@ -11,8 +11,8 @@ from PIL import Image
 from approx import api
 from approx.conversion import surgery
 from approx.errors import ApproxError, Exit
+from approx.evaluation.options import BASE
 from approx.planning.plan import Plan
-from approx.recipe import BASE
 from tiny_classifier import WORDS, tiny_model, tiny_tokenizer
 from tiny_decoder import tiny_gpt2, words
 from tiny_speech import recogniser, sound, speech_processor

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from approx.checkpoints.checkpoint import Checkpoint
+from approx.evaluation.options import BASE
 from approx.evaluation.record import Speed
 from approx.measuring.measure import in_memory
 from approx.planning.anatomy import Anatomy, anatomy
 from approx.planning.rule import Rule
-from approx.recipe import BASE
 from approx.searching import cost
 from approx.searching.cost import Candidate
 from tiny_classifier import WORDS, tiny_tokenizer

@@ -1,0 +1,202 @@
+"""Options of a command from the stage that declares them: the fields of a pydantic model with their types and docstring."""
+
+import importlib
+import inspect
+import re
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import typer
+
+from approx.cli import options
+from approx.cli.docstrings import arguments
+from approx.errors import ApproxError
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A pydantic model whose fields are options of a command.
+
+    Attributes:
+        model: Dotted name of the model; it is imported when its options are first needed, as pydantic takes long to import.
+        panels: Panel of the help -> names of the fields in it, in their order. The other fields come first, in no panel.
+        renamed: Field -> its option, where that is not named after the field.
+        former: Earlier name of an option, still accepted but not shown -> its field.
+        omitted: Fields that are no options.
+    """
+
+    model: str
+    panels: Mapping[str, str]
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    former: Mapping[str, str] = field(default_factory=dict)
+    omitted: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> Any:
+        """The model."""
+        module, _, name = self.model.rpartition(".")
+        return getattr(importlib.import_module(module), name)
+
+    def option(self, name: str) -> str:
+        """The option of a field."""
+        return self.renamed.get(name, "--set" if name == "settings" else f"--{name.replace('_', '-')}")
+
+    def parameters(self) -> Iterator[inspect.Parameter]:
+        """The options as parameters that Typer understands."""
+        kind, meanings = self.kind, arguments(self.kind, "Attributes")
+        placed = {name: panel for panel, names in self.panels.items() for name in names.split()}
+        first = [name for name in kind.model_fields if name not in placed and name not in self.omitted]
+        for name in [*first, *placed]:
+            if name == "settings":
+                yield _parameter("settings", options.TaskSettings, None)
+                yield _parameter("columns", options.Columns, None)
+                yield _parameter("labels", options.Labels, None)
+                continue
+            one = kind.model_fields[name]
+            accepted, bounds = _unwrapped(one.annotation)
+            typed = _typed(accepted)
+            default = (
+                inspect.Parameter.empty if one.is_required() else _shown(one.get_default(call_default_factory=True))
+            )
+            about: dict[str, Any] = {
+                "help": meanings[name] + _repeated(accepted, self.option(name)),
+                "rich_help_panel": placed.get(name),
+                "metavar": _range(typed, [*bounds, *one.metadata]) if typed in (int, float) else None,
+                "show_default": default not in (None, inspect.Parameter.empty),
+            }
+            if name == "task":
+                about |= options.NAMED_TASK
+            optional = typed if default is not None else typed | None
+            yield _parameter(name, Annotated[optional, typer.Option(self.option(name), **about)], default)
+            for old in (old for old, new in self.former.items() if new == name):
+                about["hidden"] = True
+                yield _parameter(
+                    old, Annotated[typed | None, typer.Option(f"--{old.replace('_', '-')}", **about)], None
+                )
+
+    def read(self, typed: dict[str, Any]) -> Any:
+        """Take the values of the options out of `typed`, by the names of `parameters`, and make the model.
+
+        Raises:
+            ApproxError: with all mistakes, by option.
+        """
+        from approx.validation import validate
+
+        values: dict[str, Any] = {}
+        for old, name in self.former.items():
+            if (value := typed.pop(old)) is not None:
+                if typed[name] is not None:
+                    raise ApproxError(
+                        f"{self.option(name)} and its earlier name --{old.replace('_', '-')} were both given. Give one of them."
+                    )
+                typed[name] = value
+        for name, one in self.kind.model_fields.items():
+            if name == "settings":
+                values[name] = options.task_settings(*(typed.pop(part) for part in ("settings", "columns", "labels")))
+            elif name not in self.omitted and (value := typed.pop(name)) not in (None, []):
+                values[name] = _read(value, _unwrapped(one.annotation)[0], self.option(name))
+        made, mistakes = validate(self.kind, values, "")
+        if made is None:
+            named = (re.sub(r"^\.(\w+)", lambda field: self.option(field[1]), one.text) for one in mistakes)
+            raise ApproxError("\n".join(named))
+        return made
+
+
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _unwrapped(annotation: Any) -> tuple[Any, list[Any]]:
+    """A type without None, and what it is annotated with."""
+    notes: list[Any] = []
+    while True:
+        if get_origin(annotation) is Annotated:
+            annotation, *more = get_args(annotation)
+            for one in more:
+                notes += getattr(one, "metadata", [one])
+        elif get_origin(annotation) in (Union, types.UnionType):
+            parts = [part for part in get_args(annotation) if part is not types.NoneType]
+            if len(parts) > 1:
+                return annotation, notes
+            (annotation,) = parts
+        else:
+            return (Path if "file" in notes else annotation), notes
+
+
+def _item(accepted: Any) -> Any:
+    """The type of the items of a list; None for what is not a list."""
+    return _unwrapped(get_args(accepted)[0])[0] if get_origin(accepted) is list else None
+
+
+def _typed(accepted: Any) -> Any:
+    """The type that Typer takes for the type of a field."""
+    item = _item(accepted)
+    if accepted in (bool, int, float, Path) or get_origin(accepted) is Literal:
+        return accepted
+    if item is Path:
+        return list[Path]
+    if hasattr(item, "__pydantic_fields__"):
+        return Path
+    return list[str] if hasattr(accepted, "model_fields") else str
+
+
+def _repeated(accepted: Any, option: str) -> str:
+    """What is to be said of an option that may be repeated."""
+    if hasattr(accepted, "model_fields"):
+        name, one = next(iter(accepted.model_fields.items()))
+        return f" May be repeated: {option} {name}={one.default}."
+    return " May be repeated." if _item(accepted) is Path else ""
+
+
+def _range(typed: type, bounds: list[Any]) -> str | None:
+    """A number's type and least value for the help; the model checks the value, as its message says what was typed."""
+    for one in bounds:
+        for name, sign in (("ge", ">="), ("gt", ">")):
+            if hasattr(one, name):
+                return f"<{typed.__name__} range> [x{sign}{getattr(one, name):g}]"
+    return None
+
+
+def _shown(default: Any) -> Any:
+    """A default as it would be typed."""
+    if isinstance(default, list):
+        return ",".join(map(str, default))
+    return None if hasattr(type(default), "model_fields") else default
+
+
+def _read(value: Any, accepted: Any, option: str) -> Any:
+    """A typed value as data of a model, which checks it; what cannot be read stays as typed."""
+    item = _item(accepted)
+    if accepted is Path:
+        return str(value)
+    if isinstance(value, list):
+        if item is Path:
+            return [str(path) for path in value]
+        parts, read = accepted.model_fields, options.read_settings(value, option)
+        return {name: _listed(one, parts[name].annotation) if name in parts else one for name, one in read.items()}
+    if isinstance(value, Path):
+        from approx.planning.plan import Plan
+
+        return Plan.read(value).to_data()
+    if item is not None:
+        return [_number(part) if item is int else part for part in _listed(value, accepted)]
+    return _number(value) if get_origin(accepted) in (Union, types.UnionType) else value
+
+
+def _listed(value: Any, annotation: Any) -> Any:
+    """The parts of a text that stands for a list."""
+    return (
+        [part.strip() for part in value.split(",")]
+        if isinstance(value, str) and _item(_unwrapped(annotation)[0])
+        else value
+    )
+
+
+def _number(text: str) -> int | str:
+    try:
+        return int(text)
+    except ValueError:
+        return text.strip()

@@ -1,5 +1,7 @@
 """The Python API: defaults, names of checkpoints, errors."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -13,6 +15,8 @@ from approx.measuring.measure import label_of
 from approx.planning.plan import Plan, Rule
 from tiny_study import tiny_checkpoint, tiny_data
 from typed import known
+
+OF_ANOTHER_COMMAND: Any = EvaluateStage(task="needle")
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +84,7 @@ def test_a_base_that_is_converted_itself_is_refused(study):
         (lambda: api.bench("nowhere", []), "bench.lengths: at least one is needed"),
         (lambda: api.bench("nowhere", [8], rounds=1), "bench.rounds: a finite number of at least 3"),
         (lambda: api.bench("nowhere", [8], second=1), "bench: unknown key 'second'. Did you mean 'seconds'?"),
-        (
-            lambda: api.finetune("nowhere", "out", EvaluateStage(task="needle")),
-            "finetune: a FinetuneStage or its options",
-        ),  # type: ignore[arg-type]  # wrong on purpose
+        (lambda: api.finetune("nowhere", "out", OF_ANOTHER_COMMAND), "finetune: a FinetuneStage or its options"),
         (
             lambda: api.finetune("nowhere", "out", FinetuneStage(), steps=1),
             "finetune: a FinetuneStage was passed, and steps besides",

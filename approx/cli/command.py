@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from approx.cli.stages import Stage
+from approx.cli.stages import Stage, panel_of
 from approx.cli.terminal import Terminal, silence
 from approx.errors import ApproxError, Exit
 
@@ -110,6 +110,9 @@ def _declare(wrapper: Callable[..., None], function: Callable[..., None], stages
         else:
             # By keyword, so that required options may follow others.
             parameters.append(one.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+    order = [None, *(panel for stage in stages.values() for panel in stage.panels)]
+    if stages:
+        parameters.sort(key=lambda one: order.index(panel) if (panel := panel_of(one)) in order else len(order))
     for name, kind in _SHARED.items():
         parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=kind))
     wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what Typer reads
@@ -221,6 +224,8 @@ def _diagnosis(error: BaseException, interrupted: str) -> tuple[str, Exit]:
 
 def _usage(error: Any) -> str:
     message = " ".join(error.format_message().split())
+    if message.startswith("Missing") and (about := getattr(getattr(error, "param", None), "help", None)):
+        message = f"{message.removesuffix('.')}. {about}"
     context = getattr(error, "ctx", None)
     return f"{message if message.endswith(('.', '?')) else message + '.'} See `{context.command_path if context else 'approx'} --help`."
 

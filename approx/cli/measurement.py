@@ -1,19 +1,37 @@
 """Commands that measure: evaluate, bench."""
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from approx.cli import options
 from approx.cli.command import command, typed_command
+from approx.cli.stages import Stage
 from approx.cli.terminal import Terminal
 from approx.errors import ApproxError, Exit
 
 if TYPE_CHECKING:
+    from approx.evaluation.options import BenchStage, EvaluateStage
     from approx.evaluation.record import Quality
 
 _PANEL = "Measure"
+_EVALUATE = Stage(
+    "approx.evaluation.options.EvaluateStage",
+    panels={
+        "Task": "task data settings split limit streaming truncate max_length",
+        "Checkpoint": "",
+        "Machine": "batch_size fast_products",
+    },
+)
+_BENCH = Stage(
+    "approx.evaluation.options.BenchStage",
+    panels={"Checkpoint": "", "Task": "", "Machine": "fast_products"},
+    renamed={"batches": "--batch-size"},
+    defaults={"lengths": "128,512"},
+    # They are those of --task, or random.
+    omitted=("inputs",),
+)
 
 
 def add_to(app: typer.Typer) -> None:
@@ -25,6 +43,7 @@ def add_to(app: typer.Typer) -> None:
         "approx evaluate converted --against base --task glue/sst2 --data SST-2 --margin 0.5 --fail-over -o record.json",
         "approx evaluate longer --against base --task documents --data texts.jsonl --extend-base",
         "torchrun --nproc-per-node 4 --no-python approx evaluate converted --task squad --data squad",
+        stage=_EVALUATE,
     )(evaluate)
     command(
         app,
@@ -32,53 +51,15 @@ def add_to(app: typer.Typer) -> None:
         "approx bench converted --lengths 512,2048 --batch-size 1,8",
         "approx bench converted --against base --task glue/sst2 --data SST-2 --max-length 4096 --lengths 1024,4096",
         "approx bench converted-gpt2 --mode generate --lengths 128,896",
+        stage=_BENCH,
     )(bench)
 
 
 def evaluate(
     terminal: Terminal,
     model: options.Model,
-    task: options.Task = None,
+    stage: "EvaluateStage",
     against: options.Against = None,
-    data: options.Data = None,
-    columns: options.Columns = None,
-    labels: options.Labels = None,
-    split: Annotated[
-        str | None, typer.Option(help="Split to use. Default: the task's default.", rich_help_panel="Task")
-    ] = None,
-    limit: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Use only the first examples, this many; the result is labelled a subset.",
-            rich_help_panel="Task",
-        ),
-    ] = None,
-    streaming: Annotated[
-        bool,
-        typer.Option(
-            "--streaming",
-            help="Read a hub dataset while it downloads, up to --limit, without storing it.",
-            rich_help_panel="Task",
-        ),
-    ] = False,
-    set_: options.TaskSettings = None,
-    truncate: Annotated[
-        bool,
-        typer.Option(
-            "--truncate",
-            help="Truncate inputs longer than the position table, and count them.",
-            rich_help_panel="Task",
-        ),
-    ] = False,
-    max_length: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Truncate the inputs of both models to this many tokens, and count the truncated ones.",
-            rich_help_panel="Task",
-        ),
-    ] = None,
     extend_base: Annotated[
         bool,
         typer.Option(
@@ -87,15 +68,6 @@ def evaluate(
             rich_help_panel="Checkpoint",
         ),
     ] = False,
-    margin: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            help="Acceptable loss: in points; of losses and bits per byte in percent of the base's. Default: 1, of error "
-            "rates 0.5.",
-            show_default=False,
-        ),
-    ] = None,
     fail_over: Annotated[
         bool,
         typer.Option(
@@ -107,18 +79,8 @@ def evaluate(
     allow_untested: Annotated[
         bool, typer.Option("--allow-untested", help="Let --fail-over accept an untested loss.")
     ] = False,
-    seeds: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="Score this many random seeds of the mechanisms, the checkpoint's own first, and report how the scores vary.",
-        ),
-    ] = 1,
     output: options.Record = None,
     force: options.Force = False,
-    batch_size: Annotated[
-        str, typer.Option(help="Inputs per batch; auto chooses it by their length.", rich_help_panel="Machine")
-    ] = "32",
     fresh: Annotated[
         bool,
         typer.Option(
@@ -130,7 +92,6 @@ def evaluate(
     seed: options.Seed = 0,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
-    fast_products: options.FastProducts = False,
     offline: options.Offline = False,
     merge_adapter: options.MergeAdapter = False,
 ) -> None:
@@ -142,8 +103,6 @@ def evaluate(
     from approx.evaluation.evaluate import leads
     from approx.publishing.summary import recommendation
 
-    if task is None:
-        raise ApproxError("No task was given. Name one with --task, e.g. --task glue/sst2.")
     if allow_untested and not fail_over:
         raise ApproxError("--allow-untested has an effect only with --fail-over. Give both or neither.")
     options.check_output(output, force)
@@ -157,11 +116,20 @@ def evaluate(
         if outputs is not None:
             record.refuse_foreign_outputs(outputs)
         made = api.evaluate(
-            model, task, against=against, data=data, split=split, limit=limit, streaming=streaming,
-            settings=options.task_settings(set_, columns, labels), truncate=truncate or max_length is not None, max_length=max_length,
-            extend_base=extend_base, margin=margin, batch_size=options.read_batch_size(batch_size), outputs=outputs, fresh=fresh, seed=seed, seeds=seeds, device=device,
-            dtype=dtype, fast_products=fast_products, offline=offline, merge_adapter=merge_adapter, command=typed_command(), progress=bar,
-        )  # fmt: skip
+            model,
+            stage if stage.max_length is None else stage.model_copy(update={"truncate": True}),
+            against=against,
+            extend_base=extend_base,
+            outputs=outputs,
+            fresh=fresh,
+            seed=seed,
+            device=device,
+            dtype=dtype,
+            offline=offline,
+            merge_adapter=merge_adapter,
+            command=typed_command(),
+            progress=bar,
+        )
         if not leads():
             return
         if output is not None:
@@ -196,27 +164,8 @@ def _check_losses(task: "Quality", allow_untested: bool) -> None:
 def bench(
     terminal: Terminal,
     model: options.Model,
+    stage: "BenchStage",
     against: options.Against = None,
-    lengths: Annotated[str, typer.Option(help="Tokens per sequence, or per prompt.")] = "128,512",
-    batch_size: Annotated[str, typer.Option(help="Sequences per call.")] = "1",
-    mode: Annotated[
-        Literal["forward", "generate"],
-        typer.Option(help="Time one forward pass, or the decoding of new tokens after prompts of these lengths."),
-    ] = "forward",
-    new_tokens: Annotated[
-        int, typer.Option(min=1, help="With --mode generate: tokens to decode after each prompt.")
-    ] = 16,
-    max_length: Annotated[
-        int | None, typer.Option(min=1, help="Extend the position table to this many tokens, for timing only.")
-    ] = None,
-    rounds: Annotated[int, typer.Option(min=3, help="Minimum number of rounds.")] = 12,
-    seconds: Annotated[float, typer.Option(min=0, help="Minimum time, in seconds, per length and batch size.")] = 1.0,
-    wait_idle: Annotated[
-        float,
-        typer.Option(
-            min=0, help="Before each length, wait up to this many seconds until other programs leave the cores free."
-        ),
-    ] = 0.0,
     task: Annotated[
         str | None, options.task_option("Time on the inputs of this task, e.g. glue/sst2. Default: random inputs.")
     ] = None,
@@ -229,7 +178,6 @@ def bench(
     seed: options.Seed = 0,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
-    fast_products: options.FastProducts = False,
     offline: options.Offline = False,
     merge_adapter: options.MergeAdapter = False,
 ) -> None:
@@ -245,11 +193,20 @@ def bench(
         # Whoever held it before may have written it.
         options.check_output(output, force)
         made = api.bench(
-            model, options.read_numbers(lengths, "--lengths"), batches=options.read_numbers(batch_size, "--batch-size", "1,8"),
-            against=against, max_length=max_length, rounds=rounds, seconds=seconds, wait_idle=wait_idle, task=task, data=data,
-            settings=options.task_settings(set_, columns, labels), seed=seed, device=device, dtype=dtype, mode=mode, new_tokens=new_tokens,
-            fast_products=fast_products, offline=offline, merge_adapter=merge_adapter, command=typed_command(), progress=bar,
-        )  # fmt: skip
+            model,
+            stage,
+            against=against,
+            task=task,
+            data=data,
+            settings=options.task_settings(set_, columns, labels),
+            seed=seed,
+            device=device,
+            dtype=dtype,
+            offline=offline,
+            merge_adapter=merge_adapter,
+            command=typed_command(),
+            progress=bar,
+        )
         if output is not None:
             record.save(output, made)
     if output is not None:

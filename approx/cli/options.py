@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import yaml
@@ -174,14 +174,6 @@ Dtype = Annotated[
     str,
     typer.Option(help="auto (the checkpoint's own), float32, bfloat16 or float16.", rich_help_panel=_MACHINE),
 ]
-FastProducts = Annotated[
-    bool,
-    typer.Option(
-        "--fast-products",
-        help="Use PyTorch's faster float32 matrix products on the CPU, in all models; `approx doctor --probe` shows the gain.",
-        rich_help_panel=_MACHINE,
-    ),
-]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of all random choices.", rich_help_panel=_MACHINE)]
 
 
@@ -242,19 +234,6 @@ def task_settings(settings: list[str] | None, columns: str | None, labels: str |
         raise ApproxError("The labels were given twice, with --labels and with --set labels=. Give them once.")
     more: dict[str, Any] = {} if labels is None else {"labels": labels}
     return read | more | ({"columns": {field: str(name) for field, name in named.items()}} if named else {})
-
-
-def read_batch_size(text: str) -> "int | Literal['auto']":
-    """Read `32`, or `auto`.
-
-    Raises:
-        ApproxError: if the text is neither.
-    """
-    if text == "auto":
-        return "auto"
-    if not text.isdecimal() or int(text) < 1:
-        raise ApproxError(f"--batch-size {text} was given; allowed are whole numbers from 1, and auto.")
-    return int(text)
 
 
 def read_numbers(text: str, option: str, example: str = "512,2048") -> list[int]:

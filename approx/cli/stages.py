@@ -6,12 +6,13 @@ import re
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
 
-from approx.cli import options
+from approx.cli import names, options
 from approx.cli.docstrings import arguments
 from approx.errors import ApproxError
 
@@ -22,9 +23,11 @@ class Stage:
 
     Attributes:
         model: Dotted name of the model; it is imported when its options are first needed, as pydantic takes long to import.
-        panels: Panel of the help -> names of the fields in it, in their order. The other fields come first, in no panel.
+        panels: Panel of the help -> names of the fields in it, both in their order; it may hold only options of the command
+            itself. The other fields come first, in no panel.
         renamed: Field -> its option, where that is not named after the field.
         former: Earlier name of an option, still accepted but not shown -> its field.
+        defaults: Field -> its value as typed, where the model has no default.
         omitted: Fields that are no options.
     """
 
@@ -32,6 +35,7 @@ class Stage:
     panels: Mapping[str, str]
     renamed: Mapping[str, str] = field(default_factory=dict)
     former: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, str] = field(default_factory=dict)
     omitted: tuple[str, ...] = ()
 
     @property
@@ -47,7 +51,7 @@ class Stage:
     def parameters(self) -> Iterator[inspect.Parameter]:
         """The options as parameters that Typer understands."""
         kind, meanings = self.kind, arguments(self.kind, "Attributes")
-        placed = {name: panel for panel, names in self.panels.items() for name in names.split()}
+        placed = {name: panel for panel, fields in self.panels.items() for name in fields.split()}
         first = [name for name in kind.model_fields if name not in placed and name not in self.omitted]
         for name in [*first, *placed]:
             if name == "settings":
@@ -58,17 +62,20 @@ class Stage:
             one = kind.model_fields[name]
             accepted, bounds = _unwrapped(one.annotation)
             typed = _typed(accepted)
-            default = (
-                inspect.Parameter.empty if one.is_required() else _shown(one.get_default(call_default_factory=True))
-            )
+            if one.is_required():
+                default = self.defaults.get(name, inspect.Parameter.empty)
+            else:
+                default = _shown(one.get_default(call_default_factory=True))
             about: dict[str, Any] = {
                 "help": meanings[name] + _repeated(accepted, self.option(name)),
                 "rich_help_panel": placed.get(name),
-                "metavar": _range(typed, [*bounds, *one.metadata]) if typed in (int, float) else None,
+                "metavar": _allowed(accepted, [*bounds, *one.metadata]),
                 "show_default": default not in (None, inspect.Parameter.empty),
             }
             if name == "task":
                 about |= options.NAMED_TASK
+            if get_origin(accepted) is Literal:
+                about["autocompletion"] = names.completed(partial(get_args, accepted))
             optional = typed if default is not None else typed | None
             yield _parameter(name, Annotated[optional, typer.Option(self.option(name), **about)], default)
             for old in (old for old, new in self.former.items() if new == name):
@@ -105,6 +112,11 @@ class Stage:
         return made
 
 
+def panel_of(parameter: inspect.Parameter) -> str | None:
+    """The panel of an option in the help."""
+    return get_args(parameter.annotation)[1].rich_help_panel
+
+
 def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
@@ -132,9 +144,9 @@ def _item(accepted: Any) -> Any:
 
 
 def _typed(accepted: Any) -> Any:
-    """The type that Typer takes for the type of a field."""
+    """The type that Typer takes for the type of a field: mostly text, which the model checks, as its message says what was typed."""
     item = _item(accepted)
-    if accepted in (bool, int, float, Path) or get_origin(accepted) is Literal:
+    if accepted in (bool, Path):
         return accepted
     if item is Path:
         return list[Path]
@@ -151,20 +163,26 @@ def _repeated(accepted: Any, option: str) -> str:
     return " May be repeated." if _item(accepted) is Path else ""
 
 
-def _range(typed: type, bounds: list[Any]) -> str | None:
-    """A number's type and least value for the help; the model checks the value, as its message says what was typed."""
+def _allowed(accepted: Any, bounds: list[Any]) -> str | None:
+    """The allowed numbers or words for the help; None for what Typer describes itself."""
+    if get_origin(accepted) is Literal:
+        return f"<{'|'.join(get_args(accepted))}>"
+    if accepted not in (int, float):
+        return None
     for one in bounds:
         for name, sign in (("ge", ">="), ("gt", ">")):
             if hasattr(one, name):
-                return f"<{typed.__name__} range> [x{sign}{getattr(one, name):g}]"
-    return None
+                return f"<{accepted.__name__} range> [x{sign}{getattr(one, name):g}]"
+    return f"<{accepted.__name__}>"
 
 
 def _shown(default: Any) -> Any:
     """A default as it would be typed."""
     if isinstance(default, list):
         return ",".join(map(str, default))
-    return None if hasattr(type(default), "model_fields") else default
+    if default is None or isinstance(default, bool):
+        return default
+    return None if hasattr(type(default), "model_fields") else str(default)
 
 
 def _read(value: Any, accepted: Any, option: str) -> Any:
@@ -182,8 +200,8 @@ def _read(value: Any, accepted: Any, option: str) -> Any:
 
         return Plan.read(value).to_data()
     if item is not None:
-        return [_number(part) if item is int else part for part in _listed(value, accepted)]
-    return _number(value) if get_origin(accepted) in (Union, types.UnionType) else value
+        return [_number(part, item) for part in _listed(value, accepted)]
+    return _number(value, int if get_origin(accepted) in (Union, types.UnionType) else accepted)
 
 
 def _listed(value: Any, annotation: Any) -> Any:
@@ -195,8 +213,9 @@ def _listed(value: Any, annotation: Any) -> Any:
     )
 
 
-def _number(text: str) -> int | str:
+def _number(value: Any, kind: Any) -> Any:
+    """A text as a number, where one is accepted and it is one."""
     try:
-        return int(text)
+        return kind(value) if kind in (int, float) else value
     except ValueError:
-        return text.strip()
+        return value

@@ -19,14 +19,15 @@ class EvaluateOptions(Model):
     """Options of an evaluation.
 
     Attributes:
-        split: Split to use; the task's default if not given.
+        split: Split to use. Default: the task's default.
         limit: Use only the first examples, this many; the result is labelled a subset.
         streaming: Read a hub dataset while it downloads, up to the limit, without storing it.
-        batch_size: Inputs per batch; `auto` chooses it by their length.
-        margin: Acceptable loss: in points, for losses in percent of the base's; the metric's default if not given.
-        max_length: Maximum number of tokens to read; the positions of the model if not given.
-        truncate: Truncate longer inputs instead of raising an error.
-        seeds: Number of random seeds to score for each variant, its own first.
+        batch_size: Inputs per batch; auto chooses it by their length.
+        margin: Acceptable loss: in points; of losses and bits per byte in percent of the base's. Default: 1, of error rates 0.5.
+        max_length: Tokens that both models read of an input; `evaluate --max-length` truncates longer ones and counts them.
+            Default: the positions of the model.
+        truncate: Truncate inputs longer than the position table, and count them.
+        seeds: Score this many random seeds of the mechanisms, the checkpoint's own first, and report how the scores vary.
     """
 
     split: str | None = None
@@ -48,10 +49,12 @@ class EvaluateStage(EvaluateOptions):
     """One task to compare base and variants on.
 
     Attributes:
-        task: Name of the task, e.g. `glue/sst2`.
-        data: Folder or file in the official layout; the hub or the task's generator if not given.
-        settings: Settings of the task, e.g. the length of generated documents.
-        fast_products: Run all models within `approx.fast_products()`.
+        task: A task, e.g. glue/sst2. `approx tasks` lists them.
+        data: The task's files in their official layout, a table (.csv, .tsv, .jsonl, .json, .parquet), or hub:OWNER/NAME.
+            Default: the hub, or the task's generator.
+        settings: Settings of the task; `approx tasks NAME` lists them.
+        fast_products: Use PyTorch's faster float32 matrix products on the CPU, in all models; `approx doctor --probe` shows the
+            gain.
     """
 
     task: Annotated[str, Field(examples=["glue/sst2"])]
@@ -64,16 +67,17 @@ class BenchStage(Model):
     """One grid of lengths and batch sizes to time base and variants at.
 
     Attributes:
-        lengths: Tokens per sequence.
+        lengths: Tokens per sequence, or per prompt.
         batches: Sequences per call.
-        max_length: Extend the position tables to this many tokens, for timing only.
+        max_length: Extend the position table to this many tokens, for timing only.
         inputs: `real` (texts of the first task) or `synthetic` (random tokens).
         rounds: Minimum number of rounds; disturbed ones are repeated, at most doubling the number.
-        seconds: Minimum duration of all rounds, for each length and batch size.
+        seconds: Minimum time, in seconds, per length and batch size.
         wait_idle: Before each length, wait up to this many seconds until other programs leave the cores free.
-        fast_products: Run all models within `approx.fast_products()`.
-        mode: `forward`, or `generate` for greedy decoding by a language model after a prompt of each length.
-        new_tokens: Tokens to decode after each prompt.
+        fast_products: Use PyTorch's faster float32 matrix products on the CPU, in all models; `approx doctor --probe` shows the
+            gain.
+        mode: Time one forward pass, or generate: the greedy decoding of new tokens after prompts of these lengths.
+        new_tokens: With generate: tokens to decode after each prompt.
     """
 
     lengths: Annotated[Counts, Field(examples=["[128, 512]"])]

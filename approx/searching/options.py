@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from approx.errors import ApproxError
 from approx.finetuning.options import checked, seconds
 from approx.planning.rule import Rules
-from approx.validation import Count, Model, listed
+from approx.validation import Count, File, Model, listed
 
 _BUDGET = re.compile(r"(loss|kl|error)<=(\d+(?:\.\d+)?)")
 _SPEED = re.compile(r"(\d+(?:\.\d+)?)[x×]")
@@ -57,28 +57,29 @@ class SearchStage(Model):
 
     Attributes:
         length: Tokens of the input that is timed.
-        budget: What may be lost: `loss<=0.5`, points of the task (percent of the base's score for losses); without a task
-            `kl<=0.05`, nats between the outputs, or `error<=0.1`, of the hidden states of a model without a head.
-        speed: Speed-up over the fastest exact attention that the plan must reach, such as `1.5x`.
-        latency: Time of one forward pass that the plan must reach, such as `20ms`, instead of `speed`.
-        task: Task that measures the loss.
-        data: Its files.
-        settings: Its settings.
-        split: Its split; the task's default if not given.
+        budget: What may be lost: 'loss<=0.5', in points of the task (losses in percent of the base's); without a task
+            'kl<=0.05', nats between the outputs, or 'error<=0.1', of the hidden states of a model without a head.
+        speed: Speed-up over the fastest exact attention to reach, e.g. 1.5x.
+        latency: Time of one forward pass to reach instead, e.g. 20ms.
+        task: A task that measures the loss, e.g. glue/sst2. `approx tasks` lists them.
+        data: The task's files in their official layout, a table (.csv, .tsv, .jsonl, .json, .parquet), or hub:OWNER/NAME.
+            Default: the hub, or the task's generator.
+        settings: Settings of the task; `approx tasks NAME` lists them.
+        split: Split to use. Default: the task's default.
         limit: Use only the first examples, this many.
-        min_length: Use only examples of at least this many tokens.
+        min_length: Use only examples of at least this many tokens, so that quality and speed are compared at like lengths.
         truncate: Truncate inputs that are too long.
-        text: A file of plain text, instead of a task.
-        batch: Inputs of a timed call.
-        mechanisms: Mechanisms to choose from; by default those that fit the model without training.
-        candidates: Rules to choose from, without layers or heads, instead of `mechanisms`.
-        granularity: Whether a layer gets one mechanism, or may keep exact attention in the heads that need it most.
-        heal: Whether mechanisms with parameters are first fitted to exact attention, as by `finetune --recover transfer`.
-        calibration: Examples whose gradients weigh the errors of the layers; 64, or all that compare plans, if not given.
-        examples: Examples that compare plans, at most half of the split.
-        proof: Other examples, on which the plan is proven, at most.
-        front: Plans for other budgets to measure beside the found one.
-        time_budget: Time after which no further plan is tried, such as `10m`.
+        text: A file of plain text, in place of a task. Default: built-in English.
+        batch: Inputs of the timed forward pass.
+        mechanisms: Mechanisms to choose from, e.g. local,improved-clustered. Default: those that need no training.
+        candidates: A YAML list of mechanisms with settings to choose from instead, without layers or heads.
+        granularity: One mechanism for each layer, or also layers that keep exact attention in the heads that need it most.
+        heal: First fit mechanisms with parameters, such as linear, to exact attention, as finetune --recover transfer does.
+        calibration: Examples that weigh the errors of layers. Default: 64, or all that compare plans.
+        examples: Examples that compare plans, at most half.
+        proof: Other examples that prove the plan, at most.
+        front: Plans for other budgets to measure beside it.
+        time_budget: Try no further plan after this time, e.g. 10m.
     """
 
     length: Count
@@ -92,7 +93,7 @@ class SearchStage(Model):
     limit: Count | None = None
     min_length: Count | None = None
     truncate: bool = False
-    text: str | None = None
+    text: File | None = None
     batch: Count = 1
     mechanisms: Annotated[list[str] | None, BeforeValidator(lambda value: None if value is None else listed(value))] = (
         None

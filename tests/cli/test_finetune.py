@@ -99,7 +99,7 @@ def test_a_dry_run_writes_nothing(study, tmp_path):
         (
             ["--penalty", "1", "--recover", "task", "--train", "none"],
             2,
-            "'none' is not one of 'all', 'attention', 'head'",
+            "--train: one of all, attention, head is needed, found 'none'",
         ),
     ],
 )

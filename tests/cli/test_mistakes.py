@@ -21,7 +21,7 @@ MISTAKES = [
     (("convert", "{base}", "-m", "linear"), Exit.USAGE, "Missing option '--output'"),
     (("evaluate", "{base}", *TASK, "--limit", "0"), Exit.USAGE, "--limit"),
     (("evaluate", "{base}", *TASK, "--limit", "x"), Exit.USAGE, "--limit"),
-    (("evaluate", "{base}"), Exit.USAGE, "--task glue/sst2"),
+    (("evaluate", "{base}"), Exit.USAGE, "Missing option '--task'. A task, e.g. glue/sst2."),
     (("plan", "{base}"), Exit.USAGE, "neither was given"),
     (("plan", "{base}", "-m", "local", "--plan", "p.yaml"), Exit.USAGE, "both were given"),
     (("plan", "{base}", "--plan", "p.yaml", "--layers", "0"), Exit.USAGE, "belong to --mechanism"),
@@ -29,7 +29,7 @@ MISTAKES = [
     (("plan", "{base}", "-m", "local", "--set", "left"), Exit.USAGE, "--set name=value"),
     (("plan", "{base}", "-m", "improved-clustered", "--set", "hash-bias=true", "--set", "hash_bias=true"), Exit.USAGE, "given twice"),
     (("plan", "{base}", "-m", "local", "--lengths", "8,x"), Exit.USAGE, "--lengths 512,2048"),
-    (("bench", "{base}", "--batch-size", "0"), Exit.USAGE, "--batch-size 1,8"),
+    (("bench", "{base}", "--batch-size", "0"), Exit.USAGE, "--batch-size[0]: a finite number of at least 1 is needed, found 0"),
     (("bench", "{converted}", "--lengths", "99"), Exit.USAGE, "verted takes 32 positions"),
     # Plans.
     (("plan", "{base}", "-m", "clusterd"), Exit.USAGE, "Did you mean 'clustered'?"),

@@ -84,7 +84,11 @@ OTHERS = [
     (("evaluate", "{base}", *TASK, "{data}", "--margin", "nan"), 2, "--margin"),
     (("evaluate", "{base}", *TASK, "{data}", "--margin", "inf"), 2, "a finite number is needed"),
     (("evaluate", "{base}", *TASK, "{data}", "--split", "nope"), 5, "another --split"),
-    (("evaluate", "{base}", *TASK, "{data}", "--batch-size", "0"), 2, "--batch-size 0"),
+    (
+        ("evaluate", "{base}", *TASK, "{data}", "--batch-size", "0"),
+        2,
+        "--batch-size: a finite number of at least 1 or auto is needed, found 0",
+    ),
     (("evaluate", "{base}", *TASK, "{data}", "--seeds", "0"), 2, "--seeds"),
     (("evaluate", "{base}", *TASK, "{data}", "--set", "foo=1"), 2, "foo"),
     (("evaluate", "{base}", *TASK, "{data}", "--against", "./nowhere"), 5, "./nowhere does not exist"),

@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from approx.evaluation.record import environment
 from approx.evaluation.timing import Neighbours
 from approx.mechanisms import MECHANISMS
-from approx_kernels.ops.lsh.hashing import unit_keys
+from approx_kernels.ops.lsh.reference import unit_keys
 from approx_kernels.ops.performer.api import draw_projection
 from bench.defaults import SOURCES, Layer, activations
 from bench.parts import write_record

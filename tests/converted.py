@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 from approx.checkpoints import families
-from approx.seam.transformers_internals import auto_classes
+from approx.seam.internals import auto_classes
 from zoo import tiny
 
 

@@ -18,8 +18,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
 
+from approx.checkpoints.manifest import MANIFEST, flush, names, seal
 from approx.errors import ApproxError, Exit
-from approx.seam.manifest import MANIFEST, flush, names, seal
 from approx_kernels.runtime.file_lock import locked
 
 CLAIM = ".approx-claim.json"

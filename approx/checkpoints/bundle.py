@@ -1,27 +1,32 @@
-"""The code written into a converted checkpoint: slim, in plain PyTorch, or our own sources with C and Triton.
+"""The code written into a converted folder: whole files of this package, without dispatch unless C and Triton go along.
 
-Both kinds are files beside the weights with relative imports only, since transformers does not copy folders.
+All files are beside the weights and import each other relatively, since transformers does not copy folders. In place of an
+op's `api.py`, which chooses among implementations, travels its `reference.py`, which has the same names in plain PyTorch.
 """
 
 import ast
-from collections.abc import Iterable
+import functools
+import importlib.util
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from approx.checkpoints.shaking import OURS, source
-from approx.checkpoints.slim import INSTALLED, MODEL, NOTE, room, slim_sources
 from approx.mechanisms import MECHANISMS
 from approx.seam.dispatch import FORMAT
-from approx.seam.transformers_internals import auto_classes
+from approx.seam.internals import auto_classes
 from approx.version import __version__
 from approx_kernels.cpu import sources as c_sources
 
-_REGISTRY = "approx.mechanisms"
+NOTE = (
+    "# Travels with a checkpoint converted by approx (Apache-2.0); it needs torch and transformers, and nothing else."
+)
+OURS = ("approx", "approx_kernels")
+_MODEL, _INTERNALS, _MECHANISM = "approx.seam.model", "approx.seam.internals", "approx.mechanisms.mechanism"
+_ONE_OPERATOR = "approx.mechanisms.one_operator"
 _C_SOURCES = "approx_kernels.cpu.sources"
-_CHOICE = f"""
-{MODEL[1]} = {INSTALLED[1]}(layout={FORMAT}, version="{__version__}")
-if {MODEL[1]} is None:
-    from .{room(MODEL[0])} import {MODEL[1]}
-"""
+# Without compiled code, the fastest exact attention is PyTorch's.
+_EXACT = re.compile(r"approx_kernels\.ops\.(?:exact|fastest|flash)\.api")
+_API = re.compile(r"(approx_kernels\.ops\.\w+)\.api")
 
 
 def config_class_name(config_class: type) -> str:
@@ -55,42 +60,24 @@ def write_code(
         config_class: Stock config class of the family.
         model_class: Stock class of the converted model.
         mechanisms: Names of the mechanisms that the checkpoint uses; only their code is written.
-        kernels: Whether to write the mechanisms' C and Triton too, in many files.
+        kernels: Whether to write dispatch, C and Triton too, in many files.
 
     Returns:
         The files written.
     """
-    used = frozenset(mechanisms)
-    sources = dict(_with_kernels(used) if kernels else slim_sources(used))
+    used = tuple(sorted(set(mechanisms)))
     family = _file(config_class.model_type)  # type: ignore[attr-defined]  # every config class has it
-    sources[f"configuration_approx_{family}"] = _configuration(config_class)
-    sources[f"modeling_approx_{family}"] = _modeling(config_class, model_class, slim=not kernels)
+    sources = {
+        **_sources(used, kernels),
+        f"configuration_approx_{family}": _configuration(config_class),
+        f"modeling_approx_{family}": _modeling(config_class, model_class, used, kernels=kernels),
+    }
     written = []
     for name, text in sorted(sources.items()):
         path = folder / f"{name}.py"
         path.write_text(text, encoding="utf-8")
         written.append(path)
     return written
-
-
-def _with_kernels(mechanisms: frozenset[str]) -> dict[str, str]:
-    """The sources of all modules that the mechanisms import."""
-    sources = {_flat(_REGISTRY): _registry(sorted(mechanisms))}
-    waiting = [MODEL[0], *(MECHANISMS[name].__module__ for name in mechanisms)]
-    seen = {_REGISTRY}
-    while waiting:
-        module = waiting.pop()
-        if module in seen:
-            continue
-        seen.add(module)
-        text, needed = _flatten(module)
-        sources[_flat(module)] = text
-        waiting += needed
-    if _C_SOURCES in seen:
-        whole = "".join(sources.values())
-        used = {name: c_sources.source(name) for name in c_sources.names() if f'"{name}"' in whole}
-        sources[_flat(_C_SOURCES)] = _inlined(used)
-    return sources
 
 
 def _file(family: str) -> str:
@@ -101,26 +88,47 @@ def _flat(module: str) -> str:
     return module.replace(".", "_")
 
 
-def _flatten(module: str) -> tuple[str, list[str]]:
-    """Source of a module with imports of our modules made relative and flat, and the modules it needs."""
-    text = source(module)
+@functools.cache
+def _sources(mechanisms: tuple[str, ...], kernels: bool) -> Mapping[str, str]:
+    """The texts of all modules that the mechanisms import, by file name without `.py`."""
+    waiting = [_MODEL, _ONE_OPERATOR if kernels else _INTERNALS, *(MECHANISMS[name].__module__ for name in mechanisms)]
+    seen: set[str] = set()
+    sources = {}
+    while waiting:
+        module = waiting.pop()
+        if module not in seen:
+            seen.add(module)
+            sources[_flat(module)], needed = _flatten(module, kernels)
+            waiting += needed
+    if _C_SOURCES in seen:
+        whole = "".join(sources.values())
+        used = {name: c_sources.source(name) for name in c_sources.names() if f'"{name}"' in whole}
+        sources[_flat(_C_SOURCES)] = _inlined(used)
+    return sources
+
+
+def _flatten(module: str, kernels: bool) -> tuple[str, list[str]]:
+    """The text of a module that imports files of its folder in place of our modules, and the modules it needs."""
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        raise RuntimeError(f"{module} has no source file")
+    text = Path(spec.origin).read_text(encoding="utf-8")
     lines, needed = text.splitlines(), []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import) and any(alias.name.split(".")[0] in OURS for alias in node.names):
             raise RuntimeError(f"{module}, line {node.lineno}: write 'from … import …', so that the code can be copied")
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in OURS:
-            needed.append(node.module)
+            source = node.module if kernels else _plain(node.module)
+            needed.append(source)
             lines[node.lineno - 1] = lines[node.lineno - 1].replace(
-                f"from {node.module} import", f"from .{_flat(node.module)} import", 1
+                f"from {node.module} import", f"from .{_flat(source)} import", 1
             )
     return "\n".join([NOTE, *lines, ""]), needed
 
 
-def _registry(mechanisms: list[str]) -> str:
-    classes = {name: MECHANISMS[name] for name in mechanisms}
-    imports = [f"from .{_flat(kind.__module__)} import {kind.__name__}" for kind in classes.values()]
-    table = ", ".join(f'"{name}": {kind.__name__}' for name, kind in classes.items())
-    return "\n".join([NOTE, *imports, "", f"MECHANISMS = {{{table}}}", ""])
+def _plain(module: str) -> str:
+    """The module that takes the place of another where only PyTorch runs."""
+    return _API.sub(r"\1.reference", _EXACT.sub("approx_kernels.ops.exact.reference", module))
 
 
 def _inlined(sources: dict[str, str]) -> str:
@@ -148,7 +156,7 @@ class {config_class_name(config_class)}({name}):
 '''  # type: ignore[attr-defined]  # every config class has model_type
 
 
-def _modeling(config_class: type, model_class: type, *, slim: bool) -> str:
+def _modeling(config_class: type, model_class: type, mechanisms: Iterable[str], *, kernels: bool) -> str:
     family = config_class.model_type  # type: ignore[attr-defined]  # every config class has it
     stock = sorted({*auto_classes(family).values(), model_class.__name__})
     classes = "".join(
@@ -157,11 +165,29 @@ def _modeling(config_class: type, model_class: type, *, slim: bool) -> str:
         for name in stock
     )
     imports = "".join(f"    {name},\n" for name in stock)
-    # A slim folder uses the installed package's base class if there is one, and with it C and Triton.
-    base, choice = (INSTALLED, _CHOICE) if slim else (MODEL, "")
-    file = room(base[0]) if slim else _flat(base[0])
+    configuration = f"from .configuration_approx_{_file(family)} import {config_class_name(config_class)}\n"
+    own = _own_code(mechanisms, kernels)
+    if not kernels:
+        # The installed package's base class runs C and Triton.
+        configuration = f"from .{_flat(_INTERNALS)} import installed_model\n{configuration}"
+        indented = "".join(f"    {line}\n" for line in own.splitlines())
+        own = (
+            f'\nApproxModel = installed_model(layout={FORMAT}, version="{__version__}")\n'
+            f"if ApproxModel is None:\n{indented}"
+        )
     return (
         f'{NOTE}\n"""The converted classes of the family."""\n\nfrom transformers import (\n{imports})\n\n'
-        f"from .{file} import {base[1]}\n"
-        f"from .configuration_approx_{_file(family)} import {config_class_name(config_class)}\n{choice}{classes}"
+        f"{configuration}{own}{classes}"
     )
+
+
+def _own_code(mechanisms: Iterable[str], kernels: bool) -> str:
+    """Statements that import the folder's base class, and tell it the mechanisms that the folder uses."""
+    classes = {name: MECHANISMS[name] for name in mechanisms}
+    imports = {f"from .{_flat(kind.__module__)} import {kind.__name__}\n" for kind in classes.values()}
+    imports |= {f"from .{_flat(_MODEL)} import ApproxModel\n"}
+    imports |= {f"from .{_flat(_MECHANISM)} import MECHANISMS{', Mechanism' if kernels else ''}\n"}
+    imports |= {f"from .{_flat(_ONE_OPERATOR)} import attend_as_one_operator\n"} if kernels else set()
+    known = "".join(f'MECHANISMS["{name}"] = {kind.__name__}\n' for name, kind in classes.items())
+    hooked = "Mechanism.as_one_operator = attend_as_one_operator\n" if kernels else ""
+    return f"{''.join(sorted(imports))}\n{known}{hooked}"

@@ -27,12 +27,12 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from approx.checkpoints import families
 from approx.checkpoints.foreign import refuse_kernels
 from approx.checkpoints.history import check_record
+from approx.checkpoints.manifest import MANIFEST, check_seal, names, sha256
 from approx.errors import ApproxError, Exit
 from approx.paths import inside, refuse_leaving
 from approx.planning import positions
 from approx.planning.positions import example_inputs
-from approx.seam.manifest import MANIFEST, check_seal, names, sha256
-from approx.seam.transformers_internals import backbone_of
+from approx.seam.internals import backbone_of
 
 _PATTERNS = ["*.json", "*.txt", "*.model", "*.safetensors", "*.py", "*.md", "*.jinja"]
 # Licences have all kinds of names.

@@ -11,9 +11,9 @@ import transformers
 from approx.checkpoints import bundle
 from approx.errors import ApproxError, Exit, shown
 from approx.mechanisms import BUILT_IN, MECHANISMS
-from approx.seam.layer_entry import parts
+from approx.seam.dispatch import parts
+from approx.seam.internals import auto_classes, register_model
 from approx.seam.model import ApproxModel
-from approx.seam.transformers_internals import auto_classes, register_model
 
 # Families that load without a trust flag once `approx` is imported; others load through `approx.load` or with trust.
 FAMILIES = (

@@ -54,6 +54,7 @@ from approx.checkpoints.history import (
     history,
     trainings,
 )
+from approx.checkpoints.manifest import MANIFEST, sha256
 from approx.conversion import calibration, surgery, verify
 from approx.conversion.calibration import CalibrationFile, calibration_batch, calibration_length
 from approx.conversion.surgery import of_checkpoint, with_separator
@@ -62,7 +63,6 @@ from approx.paths import inside, is_inside, refuse_leaving
 from approx.planning import positions
 from approx.planning.anatomy import anatomy
 from approx.planning.plan import Plan, described
-from approx.seam.manifest import MANIFEST, sha256
 from approx.version import __version__
 
 # How the list of modules names the folder of the transformer itself.

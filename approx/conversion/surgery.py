@@ -17,7 +17,7 @@ from approx.planning import positions
 from approx.planning.anatomy import anatomy
 from approx.planning.plan import Plan, described, site_record
 from approx.seam.dispatch import FORMAT, attach, detach, switch
-from approx.seam.transformers_internals import implementation_of
+from approx.seam.internals import implementation_of
 
 
 def with_separator(plan: Plan, find: Callable[[], int | None]) -> Plan:

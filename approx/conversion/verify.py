@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, get_num_threads
 
-from approx.checkpoints import checkpoint
+from approx.checkpoints import checkpoint, manifest
 from approx.checkpoints.bundle import auto_map
 from approx.checkpoints.checkpoint import Source, adapter_names, settings, weight_files
 from approx.checkpoints.families import stock_class, stock_config, write_code
@@ -44,9 +44,8 @@ from approx.planning import positions
 from approx.planning.anatomy import anatomy
 from approx.planning.plan import Plan, ranges
 from approx.planning.positions import example_inputs
-from approx.seam import manifest
+from approx.seam.internals import auto_classes
 from approx.seam.observe import Call, observe
-from approx.seam.transformers_internals import auto_classes
 from approx.version import __version__
 from approx_kernels.dispatch.implementation import implementation, untold
 from approx_kernels.runtime.cache_folder import cache_folder

@@ -31,6 +31,7 @@ from approx.checkpoints.atomic_folder import (
 from approx.checkpoints.checkpoint import Checkpoint, state_sha256, weight_files
 from approx.checkpoints.foreign import carried
 from approx.checkpoints.history import Check, Receipt, Training, read_receipt, trainings
+from approx.checkpoints.manifest import sha256
 from approx.conversion import convert, verify
 from approx.conversion.calibration import calibration_batch, calibration_length, mechanisms
 from approx.conversion.convert import refuse_foreign
@@ -56,7 +57,6 @@ from approx.finetuning.trainer import (
     train,
 )
 from approx.paths import refuse_leaving
-from approx.seam.manifest import sha256
 from approx.tasks.metrics import METRICS
 from approx.validation import first_mistake
 from approx.version import __version__

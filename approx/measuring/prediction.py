@@ -21,7 +21,7 @@ from approx.evaluation.options import BASE, CEILING
 from approx.planning import positions
 from approx.seam.attention_free import attention_free
 from approx.seam.dispatch import fastest_exact
-from approx.seam.transformers_internals import cache_keyword
+from approx.seam.internals import cache_keyword
 from approx.tasks import open_task
 from approx.tasks.images import Picture
 from approx.tasks.recording import Recording

@@ -10,23 +10,22 @@ from approx.mechanisms.adaptive_span import AdaptiveSpanAttention
 from approx.mechanisms.bigbird import BigBirdAttention
 from approx.mechanisms.block import BlockAttention
 from approx.mechanisms.clustered import ClusteredAttention, ImprovedClusteredAttention
-from approx.mechanisms.exact import ExactAttention
+from approx.mechanisms.exact import ExactAttention, FlashAttention, FullAttention, SdpaAttention
 from approx.mechanisms.exact_topk import ExactTopkAttention
 from approx.mechanisms.fixed import FixedAttention
-from approx.mechanisms.flash import FlashAttention
-from approx.mechanisms.full import FullAttention
 from approx.mechanisms.full_information import LtrAttention, RtlAttention
 from approx.mechanisms.linear import LinearAttention
 from approx.mechanisms.local import LocalAttention
 from approx.mechanisms.longformer import LongformerAttention
 from approx.mechanisms.lsh import LshAttention
-from approx.mechanisms.mechanism import Mechanism
+from approx.mechanisms.mechanism import MECHANISMS, Mechanism
+from approx.mechanisms.one_operator import attend_as_one_operator
 from approx.mechanisms.performer import PerformerAttention
-from approx.mechanisms.sdpa import SdpaAttention
 from approx.mechanisms.sinks import SinksAttention
 from approx.mechanisms.strided import StridedAttention
+from approx_kernels.dispatch.opaque import name_kind
 
-MECHANISMS: dict[str, type[Mechanism]] = {
+MECHANISMS |= {
     "full": FullAttention,
     "sdpa": SdpaAttention,
     "exact": ExactAttention,
@@ -51,3 +50,8 @@ MECHANISMS: dict[str, type[Mechanism]] = {
 
 # Those whose code a converted folder can carry. What is added to `MECHANISMS` at run time works in memory only.
 BUILT_IN = MappingProxyType(dict(MECHANISMS))
+
+Mechanism.as_one_operator = attend_as_one_operator
+for kind in MECHANISMS.values():
+    # Exported programs name the classes that their operators run.
+    name_kind(kind)

@@ -7,8 +7,7 @@ from torch import Tensor, nn
 
 from approx.mechanisms.mechanism import Mechanism, beyond, number_up_to_one, one_of, whole_number
 from approx_kernels.ops.adaptive_span.api import adaptive_span_attention, mass_by_distance, window_sizes
-from approx_kernels.runtime.observed import without_functions
-from approx_kernels.runtime.torch_internals import changes
+from approx_kernels.runtime.pytorch import changes, without_functions
 
 
 class AdaptiveSpanAttention(Mechanism):

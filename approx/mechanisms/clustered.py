@@ -12,7 +12,7 @@ from approx_kernels.ops.clustered.api import (
     default_clusters,
 )
 from approx_kernels.ops.clustering.api import draw_centroids, draw_planes, fit_centroids
-from approx_kernels.tokens.grouped import sharing
+from approx_kernels.tokens import sharing
 
 # Fewest k-means iterations for frozen centroids, which are fitted only once.
 FITTED = 10

@@ -8,7 +8,7 @@ from approx.mechanisms.mechanism import Mechanism, whole_number
 from approx_kernels.ops.fastest.api import fastest_attention
 from approx_kernels.ops.local.api import local_attention
 from approx_kernels.ops.patterns.reference import left_out
-from approx_kernels.tokens.ring import content, extended, newest
+from approx_kernels.tokens import content, extended, newest
 
 
 class LocalAttention(Mechanism):

@@ -1,18 +1,17 @@
-"""The base class of all attention mechanisms, and the checks of their settings."""
+"""The base class of all attention mechanisms, groups of heads, and the checks of settings and of loaded state."""
 
 import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import assume_constant_result
 from torch.utils.checkpoint import checkpoint
 
 from approx.errors import ApproxError, Exit, shown
-from approx_kernels.dispatch.one_operator import attend_opaquely, is_one_operator
-from approx_kernels.dispatch.opaque import name_kind, told
+from approx_kernels.ops.exact.api import exact_attention
+from approx_kernels.tokens import as_index, heads_of
 
 
 class Mechanism(nn.Module):
@@ -99,33 +98,18 @@ class Mechanism(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """`forward` with its hooks; with `recompute`, training keeps only the inputs and recomputes the rest."""
-        q = args[0] if args else kwargs["q"]
-        if is_one_operator(q, whole=self.compiles == "whole", runs_c=self.runs_c):
-            return self._as_one_operator(*args, **kwargs)
+        if (out := self.as_one_operator(*args, **kwargs)) is not None:
+            return out
         if self.recompute and self.training and torch.is_grad_enabled():
             return checkpoint(super().__call__, *args, use_reentrant=False, **kwargs)
         return super().__call__(*args, **kwargs)
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        name_kind(cls)
+    def as_one_operator(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        """The output as one operator, for observers that cannot follow the steps; None where they can.
 
-    def _as_one_operator(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None = None,
-        *,
-        dropout: float = 0.0,
-        tokens: Tensor | None = None,
-    ) -> Tensor:
-        return attend_opaquely(self, self._told(), q, k, v, key_mask, dropout, tokens)
-
-    @assume_constant_result
-    def _told(self) -> str:
-        form = {"heads": self.heads, "head_dim": self.head_dim, "causal": self.causal, "scale": self.scale}
-        return told(type(self), form | self.settings)
+        The package replaces this by `attend_as_one_operator`. In a converted folder every step is one of PyTorch's own.
+        """
+        return None
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -247,6 +231,10 @@ class Mechanism(nn.Module):
         return ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
 
 
+# Those that a converted layer's entry in config.json can name. The package fills this, and so does a converted folder.
+MECHANISMS: dict[str, type[Mechanism]] = {}
+
+
 def beyond(distance: int, length: int, *, causal: bool) -> float:
     """Share of the pairs of `length` tokens that are farther apart than `distance`; causal pairs look back only."""
     apart = max(length - 1 - distance, 0)
@@ -310,3 +298,162 @@ def checked(name: str, value: Any, inside: bool, allowed: str) -> Any:
     if not inside:
         raise ApproxError(f"Setting '{name}' is {shown(value)}; allowed is {allowed}. Change it or leave it out.")
     return value
+
+
+class HeadGroups(Mechanism):
+    """Split the heads of a layer into groups, each with its own mechanism, and join the outputs in the order of the heads.
+
+    A plan builds it from rules that name heads; a rule cannot name it. In each call, a group whose `exact_below`
+    exceeds the number of keys runs exact attention. Calibration, penalties and the like go to the groups' mechanisms,
+    which are modules too.
+
+    Args:
+        groups: Pairs of head numbers and a mechanism for that many heads; each head of the layer is in
+            exactly one of them.
+    """
+
+    def __init__(self, groups: Sequence[tuple[Sequence[int], Mechanism]]) -> None:
+        first = groups[0][1]
+        order = [head for heads, _ in groups for head in heads]
+        super().__init__(len(order), first.head_dim, causal=first.causal, scale=first.scale)
+        self.groups = nn.ModuleList(mechanism for _, mechanism in groups)
+        self._parts = [as_index(heads) for heads, _ in groups]
+        self._back = None if order == sorted(order) else [order.index(head) for head in range(len(order))]
+        # Below every limit the whole layer is exact.
+        self.exact_below = min(mechanism.exact_below for _, mechanism in groups)
+
+    @property
+    def supports_decode(self) -> bool:
+        """Whether every group does."""
+        return all(mechanism.supports_decode for _, mechanism in self.members())
+
+    @property
+    def decode_state(self) -> str:
+        """Bounded if every group's is; otherwise all groups read the cache that one of them needs."""
+        states = {mechanism.decode_state for _, mechanism in self.members()}
+        return next(state for state in ("cache", "ring", "recurrent") if state in states)
+
+    @property
+    def sparse(self) -> bool:
+        """Whether any group is."""
+        return any(mechanism.sparse for _, mechanism in self.members())
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether any group does."""
+        return any(mechanism.reads_tokens for _, mechanism in self.members())
+
+    def members(self) -> Iterator[tuple[slice | list[int], Mechanism]]:
+        """The heads of each group, as an index, and its mechanism."""
+        yield from zip(self._parts, self.groups, strict=True)  # type: ignore[misc]  # a ModuleList is typed as holding any modules
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None = None,
+        *,
+        dropout: float = 0.0,
+        **tokens: Tensor,
+    ) -> Tensor:
+        """Attend; each mechanism applies dropout in its own way."""
+        outputs = []
+        for heads, mechanism in self.members():
+            own = heads_of(q, k, heads)
+            parts = q[:, heads], k[:, own], v[:, own]
+            if k.shape[-2] < mechanism.exact_below:
+                out = exact_attention(*parts, key_mask, causal=self.causal, scale=self.scale, dropout=dropout)
+            else:
+                more = tokens if mechanism.reads_tokens else {}
+                out = mechanism(*parts, key_mask, dropout=dropout, **more)
+            outputs.append(out)
+        return self._joined(outputs)
+
+    def decode(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, state: dict[str, Tensor] | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Attend from one state that holds those of all groups: each tensor's name begins with its group's number."""
+        outputs, after = [], {}
+        for number, (heads, mechanism) in enumerate(self.members()):
+            own, group = f"{number}.", None
+            if state is not None:
+                group = {name.removeprefix(own): x for name, x in state.items() if name.startswith(own)}
+            of_keys = heads_of(q, k, heads)
+            out, group = mechanism.decode(q[:, heads], k[:, of_keys], v[:, of_keys], key_mask, group)
+            outputs.append(out)
+            after |= {own + name: x for name, x in group.items()}
+        return self._joined(outputs), after
+
+    def approximates_from(self) -> int | None:
+        """The value of the group that stays exact the longest."""
+        return latest(mechanism.approximates_from() for _, mechanism in self.members())
+
+    def differs_from(self) -> int | None:
+        """The value of the group that differs first."""
+        return min(filter(None, (mechanism.differs_from() for _, mechanism in self.members())), default=None)
+
+    def flops(self, length: int) -> int:
+        """The sum over the groups."""
+        return sum(mechanism.flops(length) for _, mechanism in self.members())
+
+    def memory(self, length: int) -> int:
+        """The largest of the groups, which attend one after the other, and their outputs before they are joined."""
+        largest = max(mechanism.memory(length) for _, mechanism in self.members())
+        return largest + 4 * self.heads * length * self.head_dim
+
+    def extra_repr(self) -> str:
+        """The heads of each group, in their order."""
+        return f"heads={[list(range(self.heads))[p] if isinstance(p, slice) else p for p in self._parts]}"
+
+    def _joined(self, parts: list[Tensor]) -> Tensor:
+        joined = torch.cat(parts, 1)
+        return joined if self._back is None else joined[:, self._back]
+
+
+def chosen_steps(mode: Any, step: Any, count: int) -> tuple[int | None, ...]:
+    """The steps of a sparse pattern that the heads use in turn; None stands for all of them merged.
+
+    `mode` is `merged`; `heads`, where heads take turns; or `interleave`, where layers do: a layer on its own uses
+    step 1. `step`, from 1, is one step for all heads.
+    """
+    one_of("mode", mode, ("merged", "interleave", "heads"))
+    if step is not None:
+        checked("mode", mode, mode != "heads", "'merged' or 'interleave' with a step, which all heads then use")
+        return (whole_number("step", step, 1, count),)
+    return {"merged": (None,), "interleave": (1,), "heads": tuple(range(1, count + 1))}[mode]
+
+
+def interleaved(settings: dict[str, Any], rank: int, count: int) -> dict[str, Any]:
+    """The settings of the layer of that rank; with `mode: interleave` they name its step among `count`."""
+    own = settings.get("mode") == "interleave" and settings.get("step") is None
+    return settings | {"step": rank % count + 1} if own else settings
+
+
+def unusable_state(mechanism: Mechanism) -> str | None:
+    """Why a mechanism cannot attend with the tensors it holds, naming the first bad one; None if it can.
+
+    Each tensor is compared with one built from the same settings: it needs the same shape, the same dtype (or another
+    floating one), finite numbers, and integers within the range of the random draws.
+    """
+    made = type(mechanism)(
+        mechanism.heads, mechanism.head_dim, causal=mechanism.causal, scale=mechanism.scale, **mechanism.settings
+    ).state_dict()
+    for name, held in mechanism.state_dict().items():
+        if name not in made:
+            return f"{name} does not belong to a mechanism with these settings"
+        if why := _difference(held, made[name]):
+            return f"{name} {why}"
+    return None
+
+
+def _difference(held: Tensor, made: Tensor) -> str | None:
+    if held.shape != made.shape:
+        return f"has shape {list(held.shape)}; its settings make {list(made.shape)}"
+    if held.dtype != made.dtype and not (held.is_floating_point() and made.is_floating_point()):
+        return f"is {held.dtype}; its settings make {made.dtype}"
+    if held.is_floating_point():
+        return None if held.isfinite().all() else "holds NaN or infinity"
+    if held.numel() and (held.min() < 0 or held.max() >= 2**31):
+        return f"holds values from {int(held.min())} to {int(held.max())}; draws lie between 0 and 2^31 - 1"
+    return None

@@ -23,8 +23,7 @@ from approx_kernels.ops.performer.api import (
     performer_attention,
     performer_decode,
 )
-from approx_kernels.tokens.grouped import sharing
-from approx_kernels.tokens.shapes import check_shapes
+from approx_kernels.tokens import check_shapes, sharing
 
 # Share of uniform attention until one is given or fitted: on real activations the best of 0.3, 0.5 and 0.7 for 64 to 1,024
 # plain features, and always more accurate than the paper's eps.

@@ -8,7 +8,7 @@ from approx.mechanisms.mechanism import Mechanism, whole_number
 from approx_kernels.ops.fastest.api import fastest_attention
 from approx_kernels.ops.global_tokens.api import global_token_attention
 from approx_kernels.ops.patterns.reference import left_out
-from approx_kernels.tokens.ring import content, extended, first_and_newest
+from approx_kernels.tokens import content, extended, first_and_newest
 
 
 class SinksAttention(Mechanism):

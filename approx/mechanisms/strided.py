@@ -5,11 +5,10 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from approx.mechanisms.mechanism import Mechanism, latest, whole_number
-from approx.mechanisms.steps import chosen_steps, interleaved
+from approx.mechanisms.mechanism import Mechanism, chosen_steps, interleaved, latest, whole_number
 from approx_kernels.ops.patterns.reference import left_out
 from approx_kernels.ops.strided.api import strided_attention
-from approx_kernels.tokens.strides import CAUSAL_STRIDE, root_above
+from approx_kernels.tokens import CAUSAL_STRIDE, root_above
 
 
 class StridedAttention(Mechanism):

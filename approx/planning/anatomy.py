@@ -22,8 +22,8 @@ from approx.errors import ApproxError, Exit, did_you_mean
 from approx.planning import positions
 from approx.planning.positions import example_inputs, seconds_per_position
 from approx.seam.attention_free import values_only
-from approx.seam.masks import is_causal
-from approx.seam.transformers_internals import backbone_of, can_switch_attention, temporary_attention
+from approx.seam.dispatch import is_causal
+from approx.seam.internals import backbone_of, can_switch_attention, temporary_attention
 
 
 @dataclass(frozen=True)

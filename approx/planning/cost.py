@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from approx.mechanisms import MECHANISMS
-from approx.mechanisms.head_groups import HeadGroups
-from approx.mechanisms.mechanism import Mechanism
+from approx.mechanisms.mechanism import HeadGroups, Mechanism
 from approx.planning.anatomy import Anatomy, Site
 from approx.planning.plan import parse_heads
 from approx.planning.rule import Rule

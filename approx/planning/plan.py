@@ -16,7 +16,7 @@ from approx.mechanisms.mechanism import Mechanism
 from approx.mechanisms.refusals import refusals
 from approx.planning.anatomy import Anatomy, Site, attends_causally
 from approx.planning.rule import KEYS, Rule, unwrapped
-from approx.seam.layer_entry import parts
+from approx.seam.dispatch import parts
 from approx.validation import told, validate
 from approx.yaml_text import Document
 

@@ -15,11 +15,11 @@ from approx.checkpoints.checkpoint import Checkpoint, Source
 from approx.checkpoints.families import stock_class, write_code
 from approx.checkpoints.foreign import carried, differences, is_code, never_ours
 from approx.checkpoints.history import RECEIPT, Base, Receipt, conversion, read_receipt, trainings
+from approx.checkpoints.manifest import MANIFEST, accept, names, seal
 from approx.conversion.convert import CARD, Publication, inherited, pipeline_of, write_card
 from approx.errors import ApproxError, Exit
 from approx.pushing.privacy import Private, findings, private_here, rewritten, scrubbed, without_origins
 from approx.pushing.results import Results, dataset_of, results_of
-from approx.seam.manifest import MANIFEST, accept, names, seal
 from approx.version import __version__
 
 RECORDS = "records"

@@ -9,13 +9,13 @@ from types import MappingProxyType
 from typing import Any
 
 from approx.checkpoints.atomic_folder import atomic_folder, refuse_existing, refuse_overlap
+from approx.checkpoints.manifest import MANIFEST, check_seal
 from approx.conversion import verify
 from approx.conversion.convert import CARD, Publication
 from approx.errors import ApproxError, Exit
 from approx.pushing import folder, remote
 from approx.pushing.folder import Checked
 from approx.pushing.remote import Changes, Held, Remote, licence, refuse_bad_words, refuse_surprises, stated, unlicensed
-from approx.seam.manifest import MANIFEST, check_seal
 from approx.version import __version__
 
 Progress = Callable[[str, int, int], None]

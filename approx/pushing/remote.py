@@ -21,11 +21,11 @@ from huggingface_hub import (
 )
 from huggingface_hub.utils import validate_repo_id
 
+from approx.checkpoints.manifest import MANIFEST
 from approx.conversion.convert import CARD, inherited
 from approx.errors import ApproxError, Exit, shown
 from approx.pushing.folder import Checked
 from approx.pushing.privacy import is_private, private_here
-from approx.seam.manifest import MANIFEST
 
 _QUOTA = re.compile(r"quota|storage|limit|billing|payment|too large", re.IGNORECASE)
 # How the client reports a card that the hub does not accept.

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from approx.seam.transformers_internals import under_implementation
+from approx.seam.internals import under_implementation
 
 _FREE = "approx_attention_free"
 

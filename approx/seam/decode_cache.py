@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
 from approx.errors import ApproxError, Exit
-from approx.seam.transformers_internals import attends_temporarily, cache_of, collects_attentions
+from approx.seam.internals import attends_temporarily, cache_of, collects_attentions
 
 
 class StateLayer(CacheLayerMixin):

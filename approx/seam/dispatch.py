@@ -1,8 +1,11 @@
-"""The only interface to transformers' attention: dispatcher, mask function, and attaching mechanisms to modules.
+"""The only interface to transformers' attention: dispatcher, masks, and attaching mechanisms to modules.
 
 Families that call `attention_interface(module, q, k, v, mask, …)` after their projections need no code of their own:
 each converted attention module has a child named `mechanism`, which the dispatcher calls; modules without one run exact
-attention. This file is copied into converted checkpoints, so it does not depend on plans or on the tool.
+attention. A static cache has a fixed number of slots, most of them free for later tokens; mechanisms align the last query
+with the last key, so free slots are cut off first.
+
+This file is copied into converted checkpoints, so it does not depend on plans or on the tool.
 """
 
 import inspect
@@ -12,12 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import assume_constant_result, is_dynamo_compiling
+from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 from approx.errors import ApproxError, Exit
-from approx.mechanisms.exact import ExactAttention
+from approx.mechanisms.mechanism import MECHANISMS, HeadGroups, Mechanism
 from approx.seam.decode_cache import (
     drop_states,
     has_notes,
@@ -27,35 +32,171 @@ from approx.seam.decode_cache import (
     take_layer,
     wants_weights,
 )
-from approx.seam.layer_entry import build
-from approx.seam.masks import dense_mask, in_use, is_causal, key_mask
-from approx.seam.transformers_internals import implementation_of, under_implementation
-from approx_kernels.dispatch.one_operator import attend_opaquely, exact_is_one_operator
-from approx_kernels.dispatch.opaque import told
-from approx_kernels.ops.fastest.api import fastest_attention
-from approx_kernels.runtime.custom_op import capturing
-from approx_kernels.runtime.observed import unreadable
-from approx_kernels.tokens.grouped import beside, sharing
+from approx.seam.internals import implementation_of, under_implementation
+from approx_kernels.ops.fastest.api import layer_attention
+from approx_kernels.runtime.pytorch import capturing, changes, unreadable
+from approx_kernels.tokens import beside, sharing
 
 IMPLEMENTATION = "approx_v1"
 FORMAT = 1
 # Keyword that passes token ids from the model's forward to its attention, for mechanisms that read them.
 TOKENS = "approx_tokens"
+# Read once per decoding step from the mask that all layers share: slots in use, and whether all of these are real.
+_READ = WeakTensorKeyDictionary()
 
 
-def _exact(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float, dropout: float
-) -> Tensor:
-    if exact_is_one_operator(query, scale, dropout):
-        # The scale may be symbolic, which text cannot hold; one operator implies the default scale.
-        text = _exactly(query.shape[1], query.shape[3], causal, query.shape[3] ** -0.5)
-        return attend_opaquely(None, text, query, key, value, mask, 0.0, None)
-    return fastest_attention(query, key, value, mask, causal=causal, scale=scale, dropout=dropout)
+def key_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    mask_function: Any = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """Mask function of the seam: which keys are real tokens, never an L×S grid for plain masks.
+
+    Returns:
+        [B, S] bool, True = real token; None when every key is real. For a static cache with free slots, the columns in use,
+        or for a single query SDPA's row [B, 1, 1, slots], whose shape is the same at every step; see `in_use`. SDPA's 4-D
+        mask for anything that is neither plainly causal nor plainly bidirectional.
+
+    Raises:
+        ApproxError: if the mask has fewer columns than there are tokens.
+    """
+    plain = mask_function in (causal_mask_function, bidirectional_mask_function)
+    seen = kv_length
+    if plain and mask_function is causal_mask_function:
+        # Compiled code cannot read how many slots are in use: in a static cache it is a tensor.
+        followed = isinstance(q_offset, Tensor) and is_dynamo_compiling()
+        seen = -1 if followed else int(q_offset) + q_length - int(kv_offset)
+    if plain and attention_mask is not None and attention_mask.shape[1] < seen:
+        raise ApproxError(
+            f"The attention mask has {attention_mask.shape[1]} columns for {seen} tokens, including those in the cache. "
+            f"Pass the mask of all tokens at every step, here {seen} columns."
+        )
+    if not plain or seen > kv_length or (seen < kv_length and (q_length == 1 or seen < 0)):
+        return sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            **{**kwargs, "q_offset": q_offset, "allow_is_causal_skip": False},
+        )
+    if seen < kv_length:
+        real = (
+            torch.ones(batch_size, seen, dtype=torch.bool)
+            if attention_mask is None
+            else attention_mask[:, :seen].bool()
+        )
+        return real.to(kwargs.get("device"))
+    if attention_mask is None:
+        return None
+    real = attention_mask[:, -kv_length:].bool()
+    # Reading the mask synchronises a GPU once per forward, impossible inside a CUDA graph; every layer then runs unmasked.
+    captured = real.is_cuda and torch.cuda.is_current_stream_capturing()
+    if not unreadable(real) and not captured and bool(real.all()):
+        return None
+    return real
 
 
-@assume_constant_result
-def _exactly(heads: int, head_dim: int, causal: bool, scale: float) -> str:
-    return told(ExactAttention, {"heads": heads, "head_dim": head_dim, "causal": causal, "scale": scale})
+def is_causal(module: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a call of an attention module is causal, by the family's keyword or else by the module."""
+    passed = kwargs.get("is_causal")
+    return bool(getattr(module, "is_causal", False) if passed is None else passed)
+
+
+def in_use(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Views of the keys and values without the free slots of a static cache, and their mask, [B, S] or None.
+
+    Other masks are returned unchanged, with their keys.
+
+    Args:
+        query: [B, H, L, D].
+        key: [B, G, S, D].
+        value: [B, G, S, E].
+        mask: The result of `key_mask`, or a mask passed to the model in its place.
+        causal: Whether a query sees only keys at or before its own position.
+    """
+    row = mask is not None and mask.dim() == 4 and mask.shape[1:3] == (1, 1) and mask.dtype == torch.bool
+    if mask is None or not causal or not ((row and query.shape[2] == 1) or mask.dim() == 2):
+        return key, value, mask
+    if row:
+        mask, (seen, whole) = mask[:, 0, 0], _read(mask)
+    elif mask.shape[1] < key.shape[2]:
+        seen, whole = mask.shape[1], not unreadable(mask) and _read(mask)[1]
+    else:
+        return key, value, mask
+    return key[:, :, :seen], value[:, :, :seen], None if whole else mask[:, :seen]
+
+
+def _read(mask: Tensor) -> tuple[int, bool]:
+    """Columns up to the last that is real in any sample, and whether all of them are real. Synchronises a GPU once a step."""
+    version = changes(mask)
+    known = None if unreadable(mask) else _READ.get(mask)
+    if known is not None and version is not None and known[0] == version:
+        return known[1]
+    rows = mask.flatten(1)
+    last = int((rows.any(0) * torch.arange(1, rows.shape[1] + 1, device=mask.device)).max())
+    extent = (last, bool(rows[:, :last].all()))
+    if not unreadable(mask):
+        _READ[mask] = version, extent
+    return extent
+
+
+def dense_mask(mask: Tensor | None, causal: bool, queries: int, keys: int, device: torch.device) -> Tensor | None:
+    """Mask for SDPA, or None if it needs none. SDPA's own `is_causal` aligns top-left, so L != S needs a mask."""
+    if mask is not None and mask.dim() == 2:
+        mask = mask[:, None, None, :]
+        if causal and queries > 1:
+            mask = mask & torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    elif mask is None and causal and 1 < queries != keys:
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)[None, None]
+    return mask
+
+
+def parts(site: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The groups of heads of a layer, or the layer itself if it has none.
+
+    Each has `mechanism` and `settings`, and may have `exact_below` and `recompute`; a group also has a list of `heads`.
+    """
+    return site.get("groups") or [site]
+
+
+def build(site: Mapping[str, Any]) -> Mechanism:
+    """The mechanism of a layer.
+
+    Args:
+        site: heads, head_dim, causal and scale, and either the keys of one part or a list of `groups`.
+
+    Raises:
+        ApproxError: if a mechanism is unknown, its settings are invalid, or the groups do not name every head once.
+    """
+    if "groups" not in site:
+        return _part(site, site["heads"], site)
+    named = sorted(head for group in site["groups"] for head in group["heads"])
+    if named != list(range(site["heads"])):
+        raise ApproxError(
+            f"The groups of a converted layer name the heads {named}, but must name each of 0-{site['heads'] - 1} once. "
+            "Its config.json is damaged: convert the base checkpoint again."
+        )
+    return HeadGroups([(group["heads"], _part(group, len(group["heads"]), site)) for group in site["groups"]])
+
+
+def _part(part: Mapping[str, Any], heads: int, site: Mapping[str, Any]) -> Mechanism:
+    if part["mechanism"] not in MECHANISMS:
+        raise ApproxError(f"Unknown mechanism '{part['mechanism']}'. Known: {', '.join(sorted(MECHANISMS))}.")
+    kind = MECHANISMS[part["mechanism"]]
+    settings = {**kind.earlier, **part["settings"]}
+    mechanism = kind(heads, site["head_dim"], causal=site["causal"], scale=site["scale"], **settings)
+    mechanism.exact_below = part.get("exact_below", 0)
+    mechanism.recompute = part.get("recompute", False)
+    return mechanism
 
 
 def _exact_weights(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
@@ -110,7 +251,8 @@ def attention(
 
     if mechanism is None or attends_exactly(mechanism, keys, attention_mask):
         if not weighs and (attention_mask is None or attention_mask.dim() == 2):
-            return _exact(query, key, value, attention_mask, causal, scale, dropout).transpose(1, 2), None
+            out = layer_attention(query, key, value, attention_mask, causal=causal, scale=scale, dropout=dropout)
+            return out.transpose(1, 2), None
         mask = dense_mask(attention_mask, causal, queries, keys, query.device)
         how: dict[str, Any] = {
             "dropout_p": dropout,

@@ -1,5 +1,9 @@
 """The class of converted models; copied into converted checkpoints."""
 
+import hashlib
+import json
+import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +12,14 @@ from torch import Tensor
 from torch.compiler import assume_constant_result
 
 from approx.errors import ApproxError, Exit
-from approx.mechanisms.head_groups import HeadGroups
-from approx.mechanisms.mechanism import Mechanism
-from approx.mechanisms.state import unusable_state
+from approx.mechanisms.mechanism import HeadGroups, Mechanism, unusable_state
 from approx.seam.dispatch import FORMAT, IMPLEMENTATION, attach
-from approx.seam.manifest import seal_model
-from approx.seam.transformers_internals import cache_of, forget_file_layout, is_compiled_in_place, keep_in_float32
-from approx_kernels.runtime.observed import unreadable
+from approx.seam.internals import cache_of, forget_file_layout, is_compiled_in_place, keep_in_float32
+from approx_kernels.runtime.pytorch import unreadable
+
+MANIFEST = "approx_manifest.json"
+# The model's own files; a tokenizer may be saved in the folder later and is not part of it.
+_MODEL_FILES = ("config.json", "*.safetensors", "model.safetensors.index.json", "*.py")
 
 
 class ApproxModel:
@@ -179,3 +184,36 @@ def _with_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     if len(args) > 1 or not isinstance(ids, Tensor) or any(each is not None for each in said):
         return kwargs
     return {**kwargs, "attention_mask": torch.ones_like(ids)}
+
+
+def seal_model(folder: Path) -> None:
+    """Write the manifest of weights, config and code only."""
+    seal_files(folder, (path for pattern in _MODEL_FILES for path in folder.glob(pattern)))
+
+
+def seal_files(folder: Path, files: Iterable[Path]) -> None:
+    """Write the manifest of some files of a folder, the sha256 of each, last, so that an incomplete folder is detected."""
+    manifest = folder / MANIFEST
+    manifest.unlink(missing_ok=True)
+    chosen = sorted(set(files) - {manifest})
+    for path in chosen:
+        flush(path)
+    hashes = {path.relative_to(folder).as_posix(): sha256(path) for path in chosen}
+    manifest.write_text(json.dumps({"files": hashes}, indent=1) + "\n", encoding="utf-8")
+    flush(manifest)
+    flush(folder)
+
+
+def sha256(path: Path) -> str:
+    """Hexadecimal sha256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def flush(path: Path) -> None:
+    """Flush a file, or a folder's directory entry, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

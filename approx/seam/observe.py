@@ -11,12 +11,10 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from approx.mechanisms.head_groups import HeadGroups
-from approx.mechanisms.mechanism import Mechanism
-from approx.seam.dispatch import TOKENS, attends_exactly, attention, switch
-from approx.seam.masks import in_use, is_causal, key_mask
-from approx.seam.transformers_internals import implementation_of, temporary_attention, under_implementation
-from approx_kernels.tokens.grouped import heads_of
+from approx.mechanisms.mechanism import HeadGroups, Mechanism
+from approx.seam.dispatch import TOKENS, attends_exactly, attention, in_use, is_causal, key_mask, switch
+from approx.seam.internals import implementation_of, temporary_attention, under_implementation
+from approx_kernels.tokens import heads_of
 
 
 @dataclass(eq=False)

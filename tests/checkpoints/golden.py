@@ -1,35 +1,46 @@
-"""Write the golden slim folder, which must load for ever: python tests/checkpoints/golden.py, after a change of format alone."""
+"""Write a folder that must load for ever: python tests/checkpoints/golden.py NAME, before a change of the code that travels."""
 
-import shutil
+import os
+import sys
+import tempfile
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import BertConfig, BertModel
+from transformers import BertConfig, BertForSequenceClassification
 
-from approx.conversion import surgery
+from approx.checkpoints import checkpoint
+from approx.conversion import convert
 from approx.planning.plan import Plan
 from approx_kernels.dispatch.implementation import implementation
 
-GOLDEN = Path(__file__).parent / "golden-slim"
+TESTS = Path(__file__).parents[1]
+GOLDEN = TESTS / "checkpoints" / "golden-slim"
 
 
-def main() -> None:
+def main(name: str) -> None:
+    sys.path.insert(0, str(TESTS))
+    from tiny_classifier import tiny_tokenizer
+
     torch.manual_seed(0)
-    config = BertConfig(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=29,
-        max_position_embeddings=64,
-    )  # fmt: skip
-    model = BertModel(config).eval()
-    surgery.convert(model, Plan.of("improved-clustered", clusters=4, topk=5, bits=16))
-    shutil.rmtree(GOLDEN, ignore_errors=True)
-    model.save_pretrained(GOLDEN / "model")
-    inputs = {"input_ids": torch.randint(29, (2, 40)), "attention_mask": torch.ones(2, 40, dtype=torch.int64)}
+    tokenizer = tiny_tokenizer()
+    tokenizer.model_max_length = 64
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = BertConfig(**sizes, vocab_size=len(tokenizer), max_position_embeddings=64)
+    with tempfile.TemporaryDirectory() as scratch:
+        # The folder names its base, which must be no place of this machine.
+        os.chdir(scratch)
+        BertForSequenceClassification(config).eval().save_pretrained("tiny-bert")
+        tokenizer.save_pretrained("tiny-bert")
+        convert.convert("tiny-bert", GOLDEN / name, Plan.of("local", left=3, right=3))
+        os.chdir(GOLDEN)
+    model = checkpoint.load(GOLDEN / name, offline=True).model
+    inputs = {"input_ids": torch.randint(5, len(tokenizer), (2, 40)), "attention_mask": torch.ones(2, 40).long()}
     inputs["attention_mask"][1, 30:] = 0
     with implementation("plain"), torch.inference_mode():
         out = model(**inputs)[0]
-    save_file({**inputs, "last_hidden_state": out}, GOLDEN / "outputs.safetensors")
+    save_file({**inputs, "output": out}, GOLDEN / f"{name}.safetensors")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -24,8 +24,8 @@ from approx.checkpoints.atomic_folder import (
     refuse_existing,
     remove,
 )
+from approx.checkpoints.manifest import MANIFEST, check_seal
 from approx.errors import ApproxError, Exit
-from approx.seam.manifest import MANIFEST, check_seal
 from zoo import error_of
 
 ROOT = Path(__file__).resolve().parents[2]

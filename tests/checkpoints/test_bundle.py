@@ -11,12 +11,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from approx.checkpoints import checkpoint
+from approx.checkpoints.manifest import MANIFEST, check_seal
 from approx.conversion import surgery
 from approx.errors import ApproxError, Exit
 from approx.mechanisms import MECHANISMS
 from approx.planning.plan import Plan, Rule
 from approx.planning.positions import example_inputs
-from approx.seam.manifest import MANIFEST, check_seal
 from approx_kernels.dispatch.implementation import implementation
 from converted import auto_class, code, run
 from tiny_classifier import tiny_model, tiny_tokenizer

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from approx.checkpoints import checkpoint, foreign
+from approx.checkpoints.manifest import seal
 from approx.conversion import convert, verify
 from approx.errors import ApproxError, Exit
 from approx.planning.plan import Plan
-from approx.seam.manifest import seal
 from tiny_study import tiny_checkpoint
 
 CANARY = "import pathlib; pathlib.Path({!r}).touch()\n"

@@ -8,8 +8,8 @@ import pytest
 import transformers
 
 import approx
+from approx.checkpoints.manifest import seal
 from approx.errors import ApproxError, Exit
-from approx.seam.manifest import seal
 
 from .conftest import call
 

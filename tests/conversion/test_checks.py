@@ -13,7 +13,7 @@ from approx.mechanisms import MECHANISMS
 from approx.mechanisms.local import LocalAttention
 from approx.planning.plan import Plan
 from approx.planning.positions import example_inputs
-from approx.seam.masks import key_mask
+from approx.seam.dispatch import key_mask
 from tiny_speech import recogniser
 from zoo import FAMILIES, outputs, tiny
 

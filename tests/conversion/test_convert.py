@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 
 from approx.checkpoints import checkpoint
 from approx.checkpoints.history import read_receipt
+from approx.checkpoints.manifest import MANIFEST, check_seal, seal
 from approx.conversion import convert, surgery, verify
 from approx.errors import ApproxError, Exit
 from approx.mechanisms import MECHANISMS
 from approx.planning.plan import Plan, Rule
-from approx.seam.manifest import MANIFEST, check_seal, seal
 from tiny_classifier import tiny_model, tiny_tokenizer
 from tiny_speech import recogniser, speech_processor
 from zoo import FAMILIES, OTHER_HEADS, UNNAMED, difference, outputs, tiny

@@ -6,11 +6,11 @@ import shutil
 import pytest
 
 from approx.checkpoints import checkpoint
+from approx.checkpoints.manifest import MANIFEST
 from approx.conversion import convert
 from approx.errors import ApproxError, Exit
 from approx.inspection import inspect
 from approx.planning.plan import Plan
-from approx.seam.manifest import MANIFEST
 from tiny_study import tiny_checkpoint
 
 

@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from approx.checkpoints.manifest import MANIFEST
 from approx.conversion import convert
 from approx.conversion.convert import keep_dtypes
 from approx.planning.plan import Plan
-from approx.seam.manifest import MANIFEST
 from tiny_study import tiny_checkpoint
 
 PLAN = Plan.of("local", left=2, right=2)

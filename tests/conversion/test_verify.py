@@ -9,12 +9,12 @@ from safetensors.torch import load_file, save_file
 
 import approx
 from approx.checkpoints.checkpoint import load
+from approx.checkpoints.manifest import seal
 from approx.conversion import convert, verify
 from approx.conversion.verify import Damage
 from approx.errors import ApproxError, Exit
 from approx.mechanisms import MECHANISMS
 from approx.planning.plan import Plan
-from approx.seam.manifest import seal
 from tiny_classifier import tiny_model, tiny_tokenizer
 
 

@@ -21,6 +21,7 @@ from approx import api, grid, recipe
 from approx.checkpoints import checkpoint
 from approx.checkpoints.atomic_folder import CLAIM, atomic_folder, claim, keep_failed, remove
 from approx.checkpoints.foreign import code_files, references
+from approx.checkpoints.manifest import seal
 from approx.conversion import convert
 from approx.conversion.calibration import CalibrationFile
 from approx.conversion.verify import verify
@@ -35,7 +36,6 @@ from approx.pipeline.store import Stage, Store
 from approx.planning.plan import Plan
 from approx.publishing.report import write_report
 from approx.pushing.push import push
-from approx.seam.manifest import seal
 from approx.searching.search import Search
 from approx.tasks import open_task
 from fuzz import calls, mutations

@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from approx_kernels.dispatch.implementation import chosen
-from approx_kernels.ops.exact.reference import dense_attention
+from approx_kernels.ops.exact.reference import materialised_attention
 from approx_kernels.ops.flash.api import flash_attention
 from approx_kernels.ops.flash.library import call, library, library_obstacle
 from closeness import assert_close
@@ -33,7 +33,7 @@ def test_call_equals_the_reference(attend, causal, length, groups):
     q, k, v = (torch.randn(2, heads, n, 8).double() for heads, n in ((4, length), (groups, 7), (groups, 7)))
     # One whose last dimension is not contiguous, which FlashAttention refuses.
     k = k.mT.contiguous().mT
-    wanted = dense_attention(q, k, v, None, causal=causal, scale=0.3, dropout=0.0)
+    wanted = materialised_attention(q, k, v, None, causal=causal, scale=0.3, dropout=0.0)
     torch.testing.assert_close(call(attend, q, k, v, causal=causal, scale=0.3), wanted)
 
 

@@ -9,7 +9,7 @@ from approx_kernels.ops.exact.api import exact_attention
 from approx_kernels.ops.fastest.ways import ways
 from approx_kernels.ops.flash.api import flash
 from approx_kernels.ops.linear.api import linear_decode
-from approx_kernels.tokens.grouped import beside, heads_of, in_order, in_turns, summed, turns
+from approx_kernels.tokens import beside, heads_of, in_order, in_turns, summed, turns
 from forms import draw, draw_mask, make
 
 HEADS = 4

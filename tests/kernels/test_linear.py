@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from approx_kernels.dispatch.implementation import chosen
-from approx_kernels.ops.linear import reference, sums, window
+from approx_kernels.ops.linear import reference
 from approx_kernels.ops.linear.api import FEATURE_MAPS, linear_attention, linear_decode
 from c_sources import needs_compiler
 from closeness import assert_close, at_real_queries
@@ -19,8 +19,8 @@ def test_chunks_and_blocks_of_heads_change_nothing(monkeypatch, causal, queries,
     grad, mask = torch.randn(2, 3, queries, 16), torch.rand(2, keys) < 0.7
     results = {}
     for cut, dtype in (((64, 2**17), torch.float64), ((8, 1), torch.float32), ((64, 2**17), torch.float32)):
-        monkeypatch.setattr(sums, "_CHUNK", cut[0])
-        monkeypatch.setattr(window, "_BLOCK", cut[0])
+        monkeypatch.setattr(reference, "_CHUNK", cut[0])
+        monkeypatch.setattr(reference, "_BLOCK", cut[0])
         monkeypatch.setattr(reference, "_CACHED", cut[1])
         q, k, v = (x.to(dtype).requires_grad_() for x in tensors)
         out = linear_attention(q, k, v, mask, causal=causal, eps=1e-6, impl="reference")

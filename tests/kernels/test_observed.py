@@ -17,9 +17,9 @@ from approx_kernels.ops.exact.compiled import compiled_few
 from approx_kernels.ops.linear.api import linear_decode
 from approx_kernels.ops.local.api import local_attention
 from approx_kernels.ops.lsh.api import draw_projections, lsh_attention
-from approx_kernels.runtime import torch_internals
-from approx_kernels.runtime.observed import Observer, needs_pytorch, observed, unreadable
-from approx_kernels.tokens.stretches import stretches
+from approx_kernels.runtime import pytorch
+from approx_kernels.runtime.pytorch import Observer, needs_pytorch, observed, unreadable
+from approx_kernels.tokens import stretches
 from c_sources import needs_compiler
 
 X = torch.arange(6.0).view(2, 3)
@@ -114,7 +114,7 @@ def test_gradients_and_inference_observe_nothing():
 def test_what_pytorch_does_not_tell_counts_as_an_observer(name, monkeypatch):
     q, k, v = heads()
     expected = local(q, k, v)
-    monkeypatch.setattr(torch_internals, name, None)
+    monkeypatch.setattr(pytorch, name, None)
     assert observed(X) is Observer.UNKNOWN
     assert needs_pytorch(X) is not None
     torch.testing.assert_close(local(q, k, v), expected, rtol=1e-5, atol=1e-6)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from approx_kernels.tokens.ring import LEAST_ROOM, content, extended, first_and_newest, newest
+from approx_kernels.tokens import LEAST_ROOM, content, extended, first_and_newest, newest
 
 pieces = st.lists(st.integers(1, 2 * LEAST_ROOM), min_size=1, max_size=4)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from approx_kernels.tokens.shapes import check_shapes
+from approx_kernels.tokens import check_shapes
 
 FITTING = {"q": (2, 3, 5, 8), "k": (2, 3, 7, 8), "v": (2, 3, 7, 4)}
 

@@ -2,8 +2,8 @@
 
 import torch
 
+from approx.mechanisms.exact import FullAttention
 from approx.mechanisms.exact_topk import ExactTopkAttention
-from approx.mechanisms.full import FullAttention
 
 
 def test_the_error_falls_with_every_key_and_ends_at_none():

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from approx.mechanisms.head_groups import HeadGroups
+from approx.mechanisms.mechanism import HeadGroups
 from approx_kernels.dispatch.implementation import implementation
 from forms import CAUSAL, KINDS, MASKS, SELF_ONLY, draw, draw_mask, make, over_forms
 

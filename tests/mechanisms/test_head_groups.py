@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from approx.mechanisms import MECHANISMS
-from approx.mechanisms.head_groups import HeadGroups
+from approx.mechanisms.mechanism import HeadGroups
 from forms import SMALL
 
 SIZE, LENGTH = 8, 30

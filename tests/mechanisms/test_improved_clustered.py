@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from approx.mechanisms.clustered import ClusteredAttention, ImprovedClusteredAttention
-from approx.mechanisms.full import FullAttention
+from approx.mechanisms.exact import FullAttention
 from approx_kernels.ops.clustering.api import cluster_queries
 
 

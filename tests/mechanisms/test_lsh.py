@@ -5,10 +5,10 @@ import torch
 
 from approx.conversion import surgery
 from approx.errors import ApproxError, Exit
-from approx.mechanisms.full import FullAttention
+from approx.mechanisms.exact import FullAttention
 from approx.mechanisms.lsh import LshAttention
 from approx.planning.plan import Plan
-from approx.seam.layer_entry import build
+from approx.seam.dispatch import build
 from zoo import tiny
 
 SIZE = 16

@@ -5,7 +5,7 @@ import torch
 
 from approx.errors import ApproxError, Exit
 from approx.mechanisms import MECHANISMS
-from approx.mechanisms.full import FullAttention
+from approx.mechanisms.exact import FullAttention
 from approx.mechanisms.local import LocalAttention
 from forms import make as small
 

@@ -6,10 +6,10 @@ import torch
 from torch.nn import functional as F
 
 from approx.conversion import surgery
-from approx.mechanisms.full import FullAttention
+from approx.mechanisms.exact import FullAttention
 from approx.mechanisms.performer import PerformerAttention
 from approx.planning.plan import Plan
-from approx.seam.layer_entry import build
+from approx.seam.dispatch import build
 from zoo import tiny
 
 SIZE = 32

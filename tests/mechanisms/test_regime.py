@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from approx.mechanisms import MECHANISMS
-from approx.mechanisms.head_groups import HeadGroups
 from approx.mechanisms.local import LocalAttention
+from approx.mechanisms.mechanism import HeadGroups
 
 HEADS, SIZE = 4, 16
 # Above float32 rounding, and below the change of one key in a thousand under the first step of a ramp.

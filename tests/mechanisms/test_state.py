@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from approx.mechanisms.state import unusable_state
+from approx.mechanisms.mechanism import unusable_state
 from forms import FORMS, make, over
 
 

@@ -12,7 +12,7 @@ from approx.errors import ApproxError, Exit
 from approx.planning import positions
 from approx.planning.plan import Plan
 from approx.planning.positions import example_inputs
-from approx.seam.transformers_internals import backbone_of
+from approx.seam.internals import backbone_of
 from zoo import FAMILIES, difference, outputs, tiny
 
 LEARNED = (

@@ -12,11 +12,11 @@ from safetensors.torch import save_file
 from approx import api
 from approx.checkpoints import checkpoint
 from approx.checkpoints.history import RECEIPT
+from approx.checkpoints.manifest import MANIFEST, check_seal, seal
 from approx.errors import ApproxError, Exit
 from approx.pushing import privacy
 from approx.pushing.folder import check
 from approx.pushing.remote import told_by_the_hub
-from approx.seam.manifest import MANIFEST, check_seal, seal
 
 from .conftest import Place
 
@@ -119,8 +119,8 @@ def test_a_dry_run_says_the_steps(folder):
 def test_a_folder_that_is_not_verified_is_refused(folder, converted, tmp_path):
     assert "is not a folder" in refused(tmp_path / "none", Exit.UNAVAILABLE)
     assert "is not converted" in refused(converted.parent / "base")
-    (folder / "approx_local.py").unlink()
-    assert "is damaged: approx_local.py" in refused(folder, Exit.UNAVAILABLE)
+    (folder / "approx_mechanisms_local.py").unlink()
+    assert "is damaged: approx_mechanisms_local.py" in refused(folder, Exit.UNAVAILABLE)
 
 
 def test_a_failed_check_or_no_receipt_is_refused(folder):

@@ -9,9 +9,9 @@ from huggingface_hub import HfApi, ModelCard
 from safetensors.torch import load_file, save_file
 
 from approx import api
+from approx.checkpoints.manifest import MANIFEST, seal
 from approx.errors import ApproxError, Exit
 from approx.pushing import push as pushing
-from approx.seam.manifest import MANIFEST, seal
 
 from .conftest import Place
 
@@ -39,10 +39,10 @@ def test_another_model_takes_the_place_of_the_first_and_no_file_of_it_stays(conv
     api.push(converted, place.repo)
     place.write("notes.txt", "written on the hub")
     done = api.push(other, place.repo)
-    assert "approx_local.py" in done["deleted"]
+    assert "approx_mechanisms_local.py" in done["deleted"]
     files = place.files()
     assert "approx_linear.py" in files
-    assert "approx_local.py" not in files
+    assert "approx_mechanisms_local.py" not in files
     assert "notes.txt" in files
 
 
@@ -61,8 +61,8 @@ def test_a_push_to_a_branch_leaves_main_and_is_compared_with_its_own_commit(conv
     assert "approx_linear.py" in Place("ada/m").files("second")
     assert "approx_linear.py" not in Place("ada/m").files()
     # A new branch begins with the files of main; those of the other model go.
-    assert "approx_local.py" in done["deleted"]
-    assert "approx_local.py" not in Place("ada/m").files("second")
+    assert "approx_mechanisms_local.py" in done["deleted"]
+    assert "approx_mechanisms_local.py" not in Place("ada/m").files("second")
     same = api.push(converted, "ada/m", revision="third", public=True)
     assert refs["third"] == refs["main"] == same["commit"]
     assert (same["identical"], same["uploaded"]) == (False, [])
@@ -171,7 +171,7 @@ def damaged(folder, other):
 
 
 def without_a_file(folder, other):
-    (folder / "approx_local.py").unlink()
+    (folder / "approx_mechanisms_local.py").unlink()
 
 
 def another_model(folder, other):
@@ -188,7 +188,7 @@ def other_weights(folder, other):
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [(damaged, "config.json"), (without_a_file, "approx_local.py"), (another_model, ""), (other_weights, "difference")],
+    [(damaged, "config.json"), (without_a_file, "approx_mechanisms_local.py"), (another_model, ""), (other_weights, "difference")],
 )
 def test_what_comes_back_is_compared(converted, other, hub, monkeypatch, change, said):
     download = pushing.Remote.download

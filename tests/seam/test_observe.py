@@ -13,8 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from approx.conversion import surgery
 from approx.errors import ApproxError, Exit
-from approx.mechanisms.head_groups import HeadGroups
-from approx.mechanisms.mechanism import Mechanism
+from approx.mechanisms.mechanism import HeadGroups, Mechanism
 from approx.planning.anatomy import anatomy
 from approx.planning.plan import Plan, Rule
 from approx.planning.positions import example_inputs

@@ -9,7 +9,7 @@ from transformers import CompileConfig, StaticCache
 
 from approx.errors import ApproxError
 from approx.planning.positions import example_inputs
-from approx.seam.masks import in_use, key_mask
+from approx.seam.dispatch import in_use, key_mask
 from decoders import DECODERS, DECODING, WAYS, assert_same, decoder, generated, prompts, rule
 
 

@@ -21,7 +21,7 @@ from approx_kernels.cpu.sources import source
 from approx_kernels.cpu.structs import check_sizes
 from approx_kernels.runtime.cache_folder import is_private, private_folder
 from approx_kernels.runtime.file_lock import locked
-from approx_kernels.runtime.observed import needs_pytorch
+from approx_kernels.runtime.pytorch import needs_pytorch
 
 _LOG = logging.getLogger(__name__)
 _FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-fno-math-errno")

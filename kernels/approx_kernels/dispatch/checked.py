@@ -18,7 +18,7 @@ from torch import Tensor
 
 from approx_kernels.dispatch.findings import found, keep
 from approx_kernels.gpu.language import CAPABILITY, HOPPER, assembler, triton
-from approx_kernels.runtime.torch_internals import constant_result
+from approx_kernels.runtime.pytorch import constant_result
 
 # Every op with kernels, and its folder.
 OPS: Mapping[str, str] = MappingProxyType(

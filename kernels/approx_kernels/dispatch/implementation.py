@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from approx_kernels.dispatch.checked import doubt
-from approx_kernels.runtime.observed import needs_pytorch
+from approx_kernels.runtime.pytorch import needs_pytorch
 
 # Some ops have more, which their errors and docstrings name.
 IMPLEMENTATIONS = ("auto", "plain", "reference", "cpu", "triton")

@@ -11,7 +11,7 @@ from torch.compiler import assume_constant_result, is_compiling, is_dynamo_compi
 
 from approx_kernels.cpu.compile import DTYPES, compiler_obstacle
 from approx_kernels.dispatch.opaque import attend, attend_backward
-from approx_kernels.runtime.observed import Observer, observed, unreadable
+from approx_kernels.runtime.pytorch import Observer, observed, unreadable
 
 
 def is_one_operator(q: Tensor, *, whole: bool, runs_c: bool) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from approx_kernels.runtime.custom_op import custom_op
-from approx_kernels.runtime.torch_internals import with_autograd
+from approx_kernels.runtime.pytorch import with_autograd
 
 _kinds: dict[str, type[nn.Module]] = {}
 

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from approx_kernels.runtime.observed import transformed
-from approx_kernels.runtime.torch_internals import constant_result
+from approx_kernels.runtime.pytorch import constant_result, transformed
 
 try:
     import triton

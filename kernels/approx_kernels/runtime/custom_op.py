@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import flop_counter
 
-from approx_kernels.runtime.observed import Observer, observed
+from approx_kernels.runtime.pytorch import Observer, observed
 
 
 class Operator:
@@ -105,12 +105,6 @@ def refuse_derivative(of: str, ctx: Any, *grads: Any) -> NoReturn:
         "PyTorch: inside `approx_kernels.dispatch.implementation.implementation('reference')` and "
         "`torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`."
     )
-
-
-def capturing() -> bool:
-    """Whether a CUDA graph is being captured; its inputs must stay alive, and synchronising is not allowed."""
-    # Builds without CUDA raise an error here.
-    return torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()
 
 
 def _spelled(character: re.Match[str]) -> str:

@@ -7,12 +7,11 @@ from torch import Tensor
 from approx_kernels.dispatch.implementation import choose
 from approx_kernels.gpu.language import ranked
 from approx_kernels.ops.adaptive_span.cpu import spans_in_c
-from approx_kernels.ops.adaptive_span.mass import mass_by_distance
-from approx_kernels.ops.adaptive_span.reference import grouped_heads, window_sizes
+from approx_kernels.ops.adaptive_span.reference import adaptive_span_attention as plain_attention
+from approx_kernels.ops.adaptive_span.reference import known_spans, mass_by_distance, window_sizes
 from approx_kernels.ops.flash.api import flash, flash_obstacle
 from approx_kernels.ops.key_lists.cpu import obstacle
-from approx_kernels.tokens.grouped import in_order, turns
-from approx_kernels.tokens.shapes import check_form, check_least, check_part, check_shapes
+from approx_kernels.tokens import check_form, check_least, check_part, check_shapes
 
 __all__ = ["adaptive_span_attention", "mass_by_distance", "window_sizes"]
 
@@ -71,11 +70,7 @@ def adaptive_span_attention(
         # Each head of the kernel stops at its own span, so the spans need not be read first.
         right = 0 if causal else None
         return flash(q, k, v, key_mask, scale=scale, right=right, spans=spans, ramp=ramp, impl="triton")[0]
-    numbers = spans.tolist() if known is None else known()
-    if not all(number >= 0.0 for number in numbers):
-        raise ValueError(f"spans are {list(numbers)}; expected distances, from 0 on.")
     how = {"ramp": ramp, "causal": causal, "scale": scale, "dropout": dropout}
     if run == "cpu":
-        return spans_in_c(q, k, v, key_mask, spans=spans, known=numbers, **how)
-    parts = [(q[:, turn], spans[turn], numbers[turn]) for turn in turns(q, k)]
-    return in_order([grouped_heads(some, k, v, key_mask, spans=z, known=read, **how) for some, z, read in parts])
+        return spans_in_c(q, k, v, key_mask, spans=spans, known=known_spans(spans, known), **how)
+    return plain_attention(q, k, v, key_mask, spans=spans, known=known, **how)

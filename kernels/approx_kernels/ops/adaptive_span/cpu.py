@@ -7,8 +7,8 @@ from torch import Tensor
 from approx_kernels.ops.adaptive_span.reference import window_sizes
 from approx_kernels.ops.exact.compiled import compiled_few, few_obstacle
 from approx_kernels.ops.key_lists.cpu import FAR, MOST_ROWS, WINDOW_ROWS, attend_lists, cut
-from approx_kernels.runtime.autocast import without_autocast
-from approx_kernels.tokens.padding import blank_for_gradients
+from approx_kernels.runtime.pytorch import without_autocast
+from approx_kernels.tokens import blank_for_gradients
 
 # Up to this many queries, reading keys in place is faster.
 _FEW = 8

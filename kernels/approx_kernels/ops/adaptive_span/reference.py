@@ -2,20 +2,50 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from approx_kernels.ops.exact.api import exact_attention
-from approx_kernels.runtime.autocast import without_autocast
-from approx_kernels.runtime.sdpa import sdpa
-from approx_kernels.tokens.padding import blank_padding
-from approx_kernels.tokens.stretches import stretches
+from approx_kernels.runtime.pytorch import sdpa, without_autocast
+from approx_kernels.tokens import beside, blank_padding, check_form, check_shapes, in_order, stretches, turns
 
 # Queries per block, and granularity of windows: smaller ones cost more in groups and calls than they save.
 _BLOCK = 64
+
+
+def adaptive_span_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None = None,
+    *,
+    spans: Tensor,
+    known: Callable[[], Sequence[float]] | None = None,
+    ramp: int,
+    causal: bool,
+    scale: float,
+    dropout: float = 0.0,
+) -> Tensor:
+    """The op of this name in `api.py`, which explains the arguments and checks them."""
+    numbers = known_spans(spans, known)
+    how = {"ramp": ramp, "causal": causal, "scale": scale, "dropout": dropout}
+    parts = [(q[:, turn], spans[turn], numbers[turn]) for turn in turns(q, k)]
+    return in_order([grouped_heads(some, k, v, key_mask, spans=z, known=read, **how) for some, z, read in parts])
+
+
+def known_spans(spans: Tensor, known: Callable[[], Sequence[float]] | None) -> Sequence[float]:
+    """The spans as Python numbers.
+
+    Raises:
+        ValueError: if one is below 0.
+    """
+    numbers = spans.tolist() if known is None else known()
+    if not all(number >= 0.0 for number in numbers):
+        raise ValueError(f"spans are {list(numbers)}; expected distances, from 0 on.")
+    return numbers
 
 
 def window_sizes(known: Sequence[float], ramp: int, longest: int) -> list[int | None]:
@@ -128,3 +158,42 @@ def _log_mask(spans: Tensor, window: int, after: int, ramp: int, q: Tensor) -> T
     log = mask.clamp(min=torch.finfo(wide).tiny).log().masked_fill(~seen, -math.inf)
     # CPU kernels take a float32 mask with 16-bit inputs, others only one in the queries' dtype.
     return log if q.is_cpu else log.to(q.dtype)
+
+
+def mass_by_distance(q: Tensor, k: Tensor, key_mask: Tensor | None = None, *, causal: bool, scale: float) -> Tensor:
+    """Mean weight that the queries of each head give to all keys at distance x, in O(L S D) and blocks of queries.
+
+    Args:
+        q: Queries, [B, H, L, D], float; query i is at position S - L + i.
+        k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
+        key_mask: [B, S] bool, True at real keys; None when all are real. When L == S it also marks the real queries,
+            which alone are counted.
+        causal: Whether a query sees only keys at or before its own position.
+        scale: Factor of the scores.
+
+    Returns:
+        [H, x], float64, x from 0 to the longest distance. Each row sums to 1, or to 0 without real queries.
+
+    Raises:
+        ValueError: if shapes or dtypes do not match.
+    """
+    check_shapes(q, k, k, key_mask)
+    check_form(scale, causal=causal)
+    length, keys = q.shape[2], k.shape[2]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    mass = q.new_zeros(q.shape[1], max(length, keys), dtype=torch.float64)
+    place = torch.arange(keys, device=q.device)
+    with without_autocast(q.device.type):
+        for first in range(0, length, _BLOCK):
+            rows = slice(first, min(first + _BLOCK, length))
+            away = torch.arange(keys - length, keys, device=q.device)[rows, None] - place
+            seen = away >= 0 if causal else torch.ones_like(away, dtype=torch.bool)
+            if key_mask is not None:
+                seen = seen & key_mask[:, None, None, :]
+                if length == keys:
+                    seen = seen & key_mask[:, None, rows, None]
+            scores = beside(q[:, :, rows].to(wide) * scale, k) @ k.to(wide).transpose(-2, -1)
+            scores = scores.view(*q.shape[:2], -1, keys)
+            weights = scores.masked_fill(~seen, torch.finfo(wide).min).softmax(-1).masked_fill(~seen, 0.0)
+            mass.index_add_(1, away.abs().flatten(), weights.double().sum(0).flatten(1))
+    return mass / mass.sum(1, keepdim=True).clamp(min=1.0)

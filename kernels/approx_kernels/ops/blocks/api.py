@@ -10,14 +10,14 @@ from torch import Tensor
 from approx_kernels.dispatch.implementation import choose
 from approx_kernels.gpu.language import ranked
 from approx_kernels.ops.blocks.cpu import block_lists, neighbour_lists
-from approx_kernels.ops.blocks.reference import bigbird_lists, draw_blocks, listed_blocks, neighbour_blocks
+from approx_kernels.ops.blocks.reference import bigbird_attention as plain_bigbird_attention
+from approx_kernels.ops.blocks.reference import block_attention as plain_block_attention
 from approx_kernels.ops.blocks.triton import bigbird_tiles, block_tiles
 from approx_kernels.ops.flash.api import flash_obstacle
 from approx_kernels.ops.flash.padding import under_padding
 from approx_kernels.ops.key_lists.cpu import obstacle
-from approx_kernels.tokens.grouped import in_turns
-from approx_kernels.tokens.shapes import check_form, check_least, check_shapes, check_tensor
-from approx_kernels.tokens.stretches import without_padding
+from approx_kernels.ops.patterns.reference import bigbird_lists, draw_blocks
+from approx_kernels.tokens import check_form, check_least, check_shapes, check_tensor, without_padding
 
 __all__ = ["bigbird_attention", "bigbird_lists", "block_attention", "draw_blocks"]
 
@@ -70,17 +70,12 @@ def block_attention(
     check_least("shift", shift, 0)
     ways = {"cpu": obstacle(q), "reference": None}
     run = choose("block_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways), q)
-
     how: dict[str, Any] = {"size": size, "neighbours": neighbours, "shift": shift, "causal": causal, "scale": scale}
     if run == "triton":
         return under_padding(partial(block_tiles, **how), q, k, v, key_mask)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        attend_blocks = neighbour_lists if run == "cpu" else neighbour_blocks
-        own = partial(attend_blocks, **how, dropout=dropout)
-        return own(q, k, v) if run == "cpu" else in_turns(own, q, k, v)
-
-    return without_padding(attend, q, k, v, key_mask)
+    if run == "cpu":
+        return without_padding(partial(neighbour_lists, **how, dropout=dropout), q, k, v, key_mask)
+    return plain_block_attention(q, k, v, key_mask, **how, dropout=dropout)
 
 
 def bigbird_attention(
@@ -141,11 +136,12 @@ def bigbird_attention(
     def tiles(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         return bigbird_tiles(q, k, v, key_mask, size=block, lists=lists(k.shape[2]), scale=scale)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        attend_lists = block_lists if run == "cpu" else listed_blocks
-        own = partial(attend_lists, size=block, lists=lists(k.shape[2]), scale=scale, dropout=dropout)
-        return own(q, k, v) if run == "cpu" else in_turns(own, q, k, v)
+    def listed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return block_lists(q, k, v, size=block, lists=lists(k.shape[2]), scale=scale, dropout=dropout)
 
     if run == "triton":
         return under_padding(tiles, q, k, v, key_mask, lambda count: -(-count // block) * block)
-    return without_padding(attend, q, k, v, key_mask)
+    if run == "cpu":
+        return without_padding(listed, q, k, v, key_mask)
+    how = {"block": block, "draws": draws, "compatible": compatible, "scale": scale, "dropout": dropout}
+    return plain_bigbird_attention(q, k, v, key_mask, **how)

@@ -1,22 +1,56 @@
-"""Attention of each block of queries to whole blocks of keys."""
+"""Attention of each block of queries to whole blocks of keys, in plain PyTorch."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from approx_kernels.runtime.sdpa import sdpa
-from approx_kernels.runtime.torch_internals import changes
-from approx_kernels.tokens.shapes import check_draw, check_least
-from approx_kernels.tokens.stretches import stretches
+from approx_kernels.ops.patterns.reference import bigbird_lists, draw_blocks
+from approx_kernels.runtime.pytorch import sdpa
+from approx_kernels.tokens import in_turns, stretches, without_padding
 
-# Query blocks with their own draws; later blocks reuse them.
-_DRAWN_BLOCKS = 1024
-# Cached lists by draws, for a limited number of block counts each.
-_LISTS = WeakTensorKeyDictionary()
-_KEPT = 64
+__all__ = ["bigbird_attention", "bigbird_lists", "block_attention", "draw_blocks"]
+
+
+def block_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None = None,
+    *,
+    size: int,
+    neighbours: int,
+    shift: int,
+    causal: bool,
+    scale: float,
+    dropout: float = 0.0,
+) -> Tensor:
+    """The op of this name in `api.py`, which explains the arguments and checks them."""
+    how = {"size": size, "neighbours": neighbours, "shift": shift, "causal": causal, "scale": scale, "dropout": dropout}
+    attend = partial(in_turns, partial(neighbour_blocks, **how))
+    return without_padding(attend, q, k, v, key_mask)
+
+
+def bigbird_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None = None,
+    *,
+    block: int,
+    draws: Tensor,
+    compatible: bool = False,
+    scale: float,
+    dropout: float = 0.0,
+) -> Tensor:
+    """The op of this name in `api.py`, which explains the arguments and checks them."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        lists = bigbird_lists(-(-k.shape[2] // block), draws, compatible)
+        return in_turns(partial(listed_blocks, size=block, lists=lists, scale=scale, dropout=dropout), q, k, v)
+
+    return without_padding(attend, q, k, v, key_mask)
 
 
 def neighbour_blocks(
@@ -63,53 +97,3 @@ def listed_blocks(
         own = (torch.cat([x[b] for b in chosen], 2) for x in (keys, values)) if chosen else (k, v)
         out.append(sdpa(queries, *own, dropout_p=dropout, scale=scale))
     return torch.cat(out, 2)
-
-
-def draw_blocks(random: int, seed: int) -> Tensor:
-    """Numbers that choose the random blocks of each query block, [blocks, random], int64."""
-    check_draw(seed)
-    check_least("random", random, 0)
-    generator = torch.Generator("cpu").manual_seed(seed)
-    return torch.randint(2**31, (_DRAWN_BLOCKS, random), generator=generator, device="cpu")
-
-
-def bigbird_lists(blocks: int, draws: Tensor, compatible: bool) -> Sequence[Sequence[int]]:
-    """Ascending blocks of keys for each block of queries; empty for those that see all: the first and the last.
-
-    Lists are cached, since the next call probably needs the same ones.
-
-    Args:
-        blocks: Number of blocks.
-        draws: The result of `draw_blocks`.
-        compatible: Whether all random blocks repeat the first block, which is then listed that many more times.
-    """
-    count = changes(draws)
-    if count is None:
-        # Without a version counter a cached list might be stale.
-        return _lists(blocks, draws, compatible)
-    known = _LISTS.get(draws)
-    if known is None:
-        known = _LISTS[draws] = {}
-    lists = known.get(key := (blocks, compatible, count))
-    if lists is None:
-        if len(known) >= _KEPT:
-            known.clear()
-        lists = known[key] = _lists(blocks, draws, compatible)
-    return lists
-
-
-def _lists(blocks: int, draws: Tensor, compatible: bool) -> list[list[int]]:
-    rows = torch.arange(1, max(blocks - 1, 1), device="cpu")
-    seen = torch.stack([0 * rows, rows - 1, rows, rows + 1, 0 * rows + blocks - 1], 1)
-    # Duplicates, and draws for which no unseen block is left, get a number beyond all blocks.
-    beyond = 2**40
-    seen = seen.masked_fill(F.pad(seen.diff() == 0, (1, 0)), beyond).sort(1).values
-    for numbers in () if compatible else draws.cpu()[rows % len(draws)].unbind(1):
-        left = blocks - (seen < beyond).sum(1)
-        # The draw's index among the unseen blocks; it moves past the seen blocks before it.
-        other = numbers % left.clamp(min=1)
-        other = other + (seen - torch.arange(seen.shape[1], device="cpu") <= other[:, None]).sum(1)
-        seen = torch.cat([seen, other.masked_fill(left == 0, beyond)[:, None]], 1).sort(1).values
-    again = [0] * draws.shape[1] if compatible else []
-    between = [again + [block for block in listed if block < beyond] for listed in seen.tolist()]
-    return [[], *between, []][:blocks]

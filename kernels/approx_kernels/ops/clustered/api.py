@@ -6,20 +6,19 @@ from torch import Tensor
 
 from approx_kernels.dispatch.implementation import choose
 from approx_kernels.gpu.language import ranked
-from approx_kernels.ops.clustered.causal import causal_samples
 from approx_kernels.ops.clustered.causal_cpu import causal_samples_in_c
 from approx_kernels.ops.clustered.causal_cpu import obstacle as causal_obstacle
 from approx_kernels.ops.clustered.cpu import clustered_batch
 from approx_kernels.ops.clustered.cpu import obstacle as cpu_obstacle
-from approx_kernels.ops.clustered.reference import MOST_DEFAULT_CLUSTERS, clustered_samples, default_clusters
+from approx_kernels.ops.clustered.reference import MOST_DEFAULT_CLUSTERS, default_clusters
+from approx_kernels.ops.clustered.reference import causal_clustered_attention as plain_causal_attention
+from approx_kernels.ops.clustered.reference import clustered_attention as plain_attention
 from approx_kernels.ops.clustered.triton import clustered_on_gpu
 from approx_kernels.ops.clustered.triton import obstacle as triton_obstacle
 from approx_kernels.ops.clustered.triton_causal import causal_on_gpu
 from approx_kernels.ops.clustered.triton_causal import obstacle as causal_triton_obstacle
-from approx_kernels.ops.clustering.api import check_clustering
-from approx_kernels.tokens.grouped import in_turns
-from approx_kernels.tokens.shapes import check_form, check_least, check_part, check_shapes
-from approx_kernels.tokens.stretches import without_padding
+from approx_kernels.ops.clustering.api import check_clustering, cluster_queries
+from approx_kernels.tokens import check_form, check_least, check_part, check_shapes, in_turns, without_padding
 
 __all__ = ["MOST_DEFAULT_CLUSTERS", "causal_clustered_attention", "clustered_attention", "default_clusters"]
 
@@ -94,13 +93,15 @@ def clustered_attention(
     if run == "cpu":
         return clustered_batch(q, k, v, key_mask, **ways, selectors=selectors, **settings, dropout=dropout)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, selectors: Tensor | None) -> Tensor:
-        if run == "triton":
-            return clustered_on_gpu(q, k, v, key_mask, **ways, selectors=selectors, **settings)
-        parts = {**ways, "selectors": selectors, **settings}
-        return clustered_samples(q, k, v, key_mask, **parts, dropout=dropout, impl=impl)
+    if run == "triton":
 
-    return in_turns(attend, q, k, v, selectors)
+        def attend(q: Tensor, k: Tensor, v: Tensor, selectors: Tensor | None) -> Tensor:
+            return clustered_on_gpu(q, k, v, key_mask, **ways, selectors=selectors, **settings)
+
+        return in_turns(attend, q, k, v, selectors)
+    cluster = partial(cluster_queries, impl=impl)
+    parts = {**ways, "selectors": selectors, **settings}
+    return plain_attention(q, k, v, key_mask, **parts, dropout=dropout, cluster=cluster)
 
 
 def causal_clustered_attention(
@@ -166,10 +167,11 @@ def causal_clustered_attention(
         attend = partial(causal_samples_in_c, centroids=centroids, selectors=selectors, **settings, dropout=dropout)
         return without_padding(attend, q, k, v, key_mask)
 
-    def attend_turn(q: Tensor, k: Tensor, v: Tensor, centroids: Tensor, selectors: Tensor) -> Tensor:
-        fitted = {"centroids": centroids, "selectors": selectors}
-        if run == "triton":
-            return causal_on_gpu(q, k, v, key_mask, **fitted, **settings)
-        return without_padding(partial(causal_samples, **fitted, **settings, dropout=dropout), q, k, v, key_mask)
+    fitted = {"centroids": centroids, "selectors": selectors}
+    if run == "triton":
 
-    return in_turns(attend_turn, q, k, v, centroids, selectors)
+        def attend_turn(q: Tensor, k: Tensor, v: Tensor, centroids: Tensor, selectors: Tensor) -> Tensor:
+            return causal_on_gpu(q, k, v, key_mask, centroids=centroids, selectors=selectors, **settings)
+
+        return in_turns(attend_turn, q, k, v, centroids, selectors)
+    return plain_causal_attention(q, k, v, key_mask, **fitted, **settings, dropout=dropout)

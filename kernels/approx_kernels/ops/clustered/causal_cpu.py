@@ -11,9 +11,9 @@ from approx_kernels.cpu.dropout import draw_seed, dropped
 from approx_kernels.cpu.structs import CausalClustered, CausalClusteredBackward, address, rows_of
 from approx_kernels.ops.clustering.cpu import nearest_of_heads
 from approx_kernels.ops.clustering.cpu import obstacle as clustering_obstacle
-from approx_kernels.runtime.autocast import without_autocast
 from approx_kernels.runtime.custom_op import custom_op
-from approx_kernels.tokens.grouped import empty_gradients, empty_rows, summed
+from approx_kernels.runtime.pytorch import without_autocast
+from approx_kernels.tokens import empty_gradients, empty_rows, summed
 
 
 def obstacle(q: Tensor) -> str | None:

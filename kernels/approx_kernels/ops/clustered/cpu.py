@@ -12,9 +12,9 @@ from approx_kernels.cpu.structs import Clustered, ClusteredBackward, address, ro
 from approx_kernels.ops.clustered.reference import MOST_DEFAULT_CLUSTERS, SHORT
 from approx_kernels.ops.clustering.cpu import cluster_samples, nearest_of_heads
 from approx_kernels.ops.clustering.cpu import obstacle as clustering_obstacle
-from approx_kernels.runtime.autocast import without_autocast
 from approx_kernels.runtime.custom_op import custom_op
-from approx_kernels.tokens.grouped import empty_gradients, summed
+from approx_kernels.runtime.pytorch import without_autocast
+from approx_kernels.tokens import empty_gradients, summed
 
 
 def obstacle(q: Tensor) -> str | None:

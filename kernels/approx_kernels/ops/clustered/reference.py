@@ -1,14 +1,18 @@
-"""Clustered and improved clustered attention without padding, for samples of equal length at a time."""
+"""Clustered and improved clustered attention in plain PyTorch: of samples of equal length at a time, and causal."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from approx_kernels.ops.clustered.improved import improved_heads
-from approx_kernels.ops.clustered.plain import plain_heads
 from approx_kernels.ops.clustering.api import cluster_queries, nearest_centroids
+from approx_kernels.ops.clustering.reference import flat_index, mean_queries
 from approx_kernels.ops.exact.api import exact_attention
-from approx_kernels.runtime.autocast import without_autocast
-from approx_kernels.tokens.padding import attend_to_nothing
+from approx_kernels.runtime.pytorch import without_autocast, without_functions
+from approx_kernels.tokens import attend_to_nothing, in_turns, without_padding
 
 # Limit of real queries for fewer default clusters, and their number.
 SHORT = (512, 25)
@@ -18,6 +22,55 @@ MOST_DEFAULT_CLUSTERS = 100
 def default_clusters(queries: int) -> int:
     """Clusters for a sample with this many real queries: 25 up to 512, 100 beyond."""
     return SHORT[1] if queries <= SHORT[0] else MOST_DEFAULT_CLUSTERS
+
+
+def clustered_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None = None,
+    *,
+    planes: Tensor | None = None,
+    draws: Tensor | None = None,
+    selectors: Tensor | None = None,
+    clusters: int | None,
+    iterations: int,
+    topk: int | None,
+    scale: float,
+    dropout: float = 0.0,
+    cluster: Callable[..., Tensor] = cluster_queries,
+) -> Tensor:
+    """The op of this name in `api.py`, which explains the arguments and checks them; `cluster` is as `cluster_queries`."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, selectors: Tensor | None) -> Tensor:
+        parts = {"planes": planes, "draws": draws, "selectors": selectors, "clusters": clusters, "cluster": cluster}
+        how = {"iterations": iterations, "topk": topk, "scale": scale, "dropout": dropout}
+        return clustered_samples(q, k, v, key_mask, **parts, **how)
+
+    return in_turns(attend, q, k, v, selectors)
+
+
+def causal_clustered_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None = None,
+    *,
+    centroids: Tensor,
+    selectors: Tensor,
+    chunk: int,
+    topk: int | None,
+    scale: float,
+    dropout: float = 0.0,
+) -> Tensor:
+    """The op of this name in `api.py`, which explains the arguments and checks them."""
+    how = {"chunk": chunk, "topk": topk or 0, "scale": scale, "dropout": dropout}
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, centroids: Tensor, selectors: Tensor) -> Tensor:
+        samples = partial(causal_samples, centroids=centroids, selectors=selectors, **how)
+        return without_padding(samples, q, k, v, key_mask)
+
+    return in_turns(attend, q, k, v, centroids, selectors)
 
 
 def clustered_samples(
@@ -34,7 +87,7 @@ def clustered_samples(
     topk: int | None,
     scale: float,
     dropout: float,
-    impl: str,
+    cluster: Callable[..., Tensor],
 ) -> Tensor:
     """Gather the real queries and keys of each sample, attend among them, and scatter the outputs."""
 
@@ -50,7 +103,7 @@ def clustered_samples(
         if selectors is None:
             assert planes is not None, "checked by the op"
             assert draws is not None, "checked by the op"
-            groups = cluster_queries(q.detach(), planes, draws, clusters=count, iterations=iterations, impl=impl)
+            groups = cluster(q.detach(), planes, draws, clusters=count, iterations=iterations)
         if topk is None:
             out = plain_heads(q, k, v, groups, clusters=count, scale=scale, dropout=dropout)
         else:
@@ -87,3 +140,322 @@ def _at(x: Tensor, samples: list[int], tokens: list[Tensor]) -> Tensor:
 
     parts = [chosen(x[sample], index) for sample, index in zip(samples, tokens, strict=True)]
     return torch.stack(parts) if len(parts) > 1 else parts[0][None]
+
+
+def plain_heads(
+    q: Tensor, k: Tensor, v: Tensor, groups: Tensor, *, clusters: int, scale: float, dropout: float
+) -> Tensor:
+    """Attend with the mean query of each cluster and copy the result to its members.
+
+    Args: q [G, n, D], k [G, S, D], v [G, S, E], groups [G, n] the cluster of each query. Returns [G, n, E].
+    """
+    means, _ = mean_queries(q, groups, clusters)
+    shared = exact_attention(means.to(q.dtype)[None], k[None], v[None], causal=False, scale=scale, dropout=dropout)[0]
+    rows = flat_index(groups, clusters)
+    return shared.flatten(0, 1).index_select(0, rows).view(*q.shape[:2], v.shape[2])
+
+
+# Queries of one cluster that share their gathered keys and values in one small product.
+_IMPROVED_TILE = 16
+
+
+def improved_heads(
+    q: Tensor, k: Tensor, v: Tensor, groups: Tensor, *, clusters: int, topk: int, scale: float, dropout: float
+) -> Tensor:
+    """Attend with the mean queries, and let each query recompute the weights of the keys that its cluster weighs most.
+
+    Args: q [G, n, D], k [G, S, D], v [G, S, E], groups [G, n] the cluster of each query. Returns [G, n, E].
+    """
+    on_cpu = q.device.type == "cpu"
+    heads = max(1, CACHED // (clusters * k.shape[1])) if on_cpu else q.shape[0]
+    blocks = zip(q.split(heads), k.split(heads), v.split(heads), groups.split(heads), strict=True)
+    return torch.cat([_improved_block(*block, clusters, topk, scale, dropout) for block in blocks])
+
+
+def _improved_block(
+    q: Tensor, k: Tensor, v: Tensor, groups: Tensor, clusters: int, topk: int, scale: float, dropout: float
+) -> Tensor:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    out_dtype = q.dtype
+    q, k, v = q.to(wide) * scale, k.to(wide), v.to(wide)
+    means, _ = mean_queries(q, groups, clusters)
+    scores = means @ k.transpose(1, 2)
+    shared = scores.softmax(-1)
+    top_keys = scores.detach().topk(min(topk, k.shape[1]), sorted=False).indices  # [G, C, K]
+    mass = shared.gather(-1, top_keys).sum(-1, keepdim=True)
+    rest = F.dropout(shared.scatter(-1, top_keys, 0.0), dropout) @ v
+    own, _ = own_weights(q, k, v, groups, top_keys, tile=_IMPROVED_TILE, dropout=dropout)
+    rows = flat_index(groups, clusters)
+    mass, rest = (x.flatten(0, 1).index_select(0, rows).view(*groups.shape, -1) for x in (mass, rest))
+    return torch.addcmul(rest, mass, own).to(out_dtype)
+
+
+# Queries of one chunk and cluster that share their gathered keys and values in one small product.
+_CAUSAL_TILE = 4
+
+
+def causal_samples(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    centroids: Tensor,
+    selectors: Tensor,
+    chunk: int,
+    topk: int,
+    scale: float,
+    dropout: float,
+) -> Tensor:
+    """Attend; q [B, H, L, D] are the last of k [B, H, S, D], v [B, H, S, E]; centroids [H, C, D]. [B, H, L, E]."""
+    batch, heads, length, size = q.shape
+    groups = nearest_centroids(q, selectors)
+    rows = centroids.expand(batch, -1, -1, -1)
+    if length < rows.shape[2]:
+        # The few queries of a decoding step each take their centroid's row, so no other row is computed.
+        rows = rows.gather(2, groups[..., None].expand(-1, -1, -1, size))
+        groups = torch.arange(length, device=q.device).expand_as(groups)
+    # At least one key is left to the sums, so that they are never empty.
+    chunk = max(chunk, topk + 1)
+    together = max(1, CACHED // (rows.shape[2] * k.shape[2])) if q.device.type == "cpu" else batch * heads
+    blocks = zip(*(x.flatten(0, 1).split(together) for x in (q, k, v, rows, groups)), strict=True)
+    settings = {"chunk": chunk, "topk": topk, "scale": scale, "dropout": dropout}
+    return torch.cat([_block(*block, **settings) for block in blocks]).view(batch, heads, length, -1)
+
+
+def _block(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Tensor,
+    groups: Tensor,
+    *,
+    chunk: int,
+    topk: int,
+    scale: float,
+    dropout: float,
+) -> Tensor:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    out_dtype = q.dtype
+    # Contiguous, or each gather of single keys would copy all of them.
+    q, k, v, rows = q.to(wide) * scale, k.to(wide).contiguous(), v.to(wide).contiguous(), rows.to(wide) * scale
+    before = k.shape[1] - q.shape[1]
+    near, near_sums = _own_chunk(q, k, v, before, chunk, dropout)
+    begin, end = max(before // chunk, 1) * chunk, (k.shape[1] - 1) // chunk * chunk
+    if not end:
+        return near.to(out_dtype)
+    top_keys, rest_sums, mean_key, mean_value = past_rows(
+        rows, k, v, begin=begin, end=end, chunk=chunk, topk=topk, dropout=dropout
+    )
+    # Queries of the first chunk have no past; all others use the row of their cluster at the start of their chunk.
+    far = max(chunk - before, 0)
+    q, groups = q[:, far:], groups[:, far:]
+    boundary = torch.arange(before + far, k.shape[1], device=q.device) // chunk - begin // chunk
+    place = groups + boundary * rows.shape[1]
+    index = flat_index(place, top_keys.shape[1] * rows.shape[1])
+    rest_sums, mean_key, mean_value = (
+        x.flatten(0, 2).index_select(0, index).view(*place.shape, -1) for x in (rest_sums, mean_key, mean_value)
+    )
+    row = rows.flatten(0, 1).index_select(0, flat_index(groups, rows.shape[1])).view_as(q)
+    # Tangent of a convex function: the remaining mass of a query near the centroid, never overestimated.
+    rest_sums = rest_sums.squeeze(-1) + ((q - row) * mean_key).sum(-1)
+    parts, sums = [near[:, far:], mean_value], [near_sums[:, far:], rest_sums]
+    if topk:
+        own, own_sums = own_weights(q, k, v, place, top_keys.flatten(1, 2), tile=_CAUSAL_TILE, dropout=dropout)
+        parts, sums = [*parts, own], [*sums, own_sums]
+    shares = torch.stack(sums, -1).softmax(-1).unsqueeze(-1).unbind(2)
+    out = parts[0] * shares[0]
+    for part, share in zip(parts[1:], shares[1:], strict=True):
+        out = torch.addcmul(out, part, share)
+    return torch.cat([near[:, :far], out], 1).to(out_dtype)
+
+
+def _own_chunk(q: Tensor, k: Tensor, v: Tensor, before: int, chunk: int, dropout: float) -> tuple[Tensor, Tensor]:
+    """Exact attention of each query inside its chunk, [G, L, E], and the log-sums of exponentials, [G, L]."""
+    heads, length, _ = q.shape
+    first, last = before // chunk, (k.shape[1] - 1) // chunk
+    ahead = behind = 0
+    if last > first:
+        ahead, behind = before - first * chunk, (last + 1) * chunk - k.shape[1]
+    keys, values = (
+        F.pad(x[:, first * chunk :], (0, 0, 0, behind)).view(heads, last - first + 1, -1, x.shape[2]) for x in (k, v)
+    )
+    queries = F.pad(q, (0, 0, ahead, behind)).view(heads, last - first + 1, -1, q.shape[2])
+    scores = queries @ keys.transpose(2, 3)
+    future = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).triu(scores.shape[3] - scores.shape[2] + 1)
+    scores = scores.masked_fill(future, float("-inf"))
+    out = F.dropout(scores.softmax(-1), dropout) @ values
+    sums = scores.logsumexp(-1)
+    return out.flatten(1, 2)[:, ahead : ahead + length], sums.flatten(1, 2)[:, ahead : ahead + length]
+
+
+def past_rows(
+    rows: Tensor, k: Tensor, v: Tensor, *, begin: int, end: int, chunk: int, topk: int, dropout: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rows of attention over the keys before each of N boundaries, in O(S R D) for all of them together.
+
+    Boundary i is at `begin + i chunk`, the last one at `end`. From one boundary to the next the K largest keys compete
+    with those of the chunk; the losers are added to running sums, and never return.
+
+    Args: rows [G, R, D], scaled queries; k [G, S, D]; v [G, S, E]; `begin` is above K.
+
+    Returns for each boundary and row the K keys of the largest scores, [G, N, R, K], and of the other keys the
+    logarithm of the sum of exponentials, [G, N, R, 1], the mean key, [G, N, R, D], and the mean value, [G, N, R, E].
+    """
+    count, size = rows.shape[1:]
+    first = rows @ k[:, :begin].transpose(1, 2)
+    chunks = (end - begin) // chunk
+    keys, values = (x[:, begin:end].unflatten(1, (chunks, chunk)) for x in (k, v))
+    scores = rows[:, None] @ keys.transpose(2, 3)  # [G, N - 1, R, chunk]
+    top_keys, others, peaks, lost = _compete(first.detach(), scores.detach(), topk)
+
+    def sums(scores: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        weights = scores.exp()
+        return torch.cat([weights.sum(-1, keepdim=True), weights @ k, F.dropout(weights, dropout) @ v], -1)
+
+    begun = sums(first.masked_fill(~others[0], float("-inf")) - peaks[:, 0], k[:, :begin], v[:, :begin])
+    added = sums(scores.masked_fill(~others[1], float("-inf")) - peaks[:, 1:], keys, values)
+    # There are few: a row's K keys change with the logarithm of the past.
+    g, i, r, slot = lost.nonzero(as_tuple=True)
+    key = top_keys[g, i, r, slot] + g * k.shape[1]
+    old_keys, old_values = (x.flatten(0, 1).index_select(0, key) for x in (k, v))
+    old = rows.flatten(0, 1).index_select(0, g * count + r)
+    weights = ((old * old_keys).sum(-1, keepdim=True) - peaks[g, i + 1, r]).exp()
+    parts = torch.cat([weights, weights * old_keys, F.dropout(weights, dropout) * old_values], -1)
+    added = added.flatten(0, 2).index_add(0, (g * chunks + i) * count + r, parts).view_as(added)
+    running = [begun]
+    for fade, more in zip((peaks[:, :-1] - peaks[:, 1:]).exp().unbind(1), added.unbind(1), strict=True):
+        running.append(torch.addcmul(more, running[-1], fade))
+    mass, mean_key, mean_value = torch.stack(running, 1).split([1, size, v.shape[2]], -1)
+    return top_keys, peaks + mass.log(), mean_key / mass, mean_value / mass
+
+
+def _compete(first: Tensor, scores: Tensor, topk: int) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor, Tensor]:
+    """Find the K largest keys of each row at each boundary, and the largest score of all others.
+
+    Args: first [G, R, begin], scores [G, N - 1, R, chunk].
+
+    Returns the keys [G, N, R, K]; which of `first` and of `scores` are not among them at the next boundary; the
+    peaks, [G, N, R, 1]; and which of the keys lose their place at the next boundary, [G, N - 1, R, K].
+    """
+    heads, chunks, count, chunk = scores.shape
+    begin = first.shape[2]
+    top, keys = first.topk(topk, sorted=False)
+    left = first.scatter(-1, keys, float("-inf"))
+    at_first, peak = left > float("-inf"), left.amax(-1, keepdim=True)
+    top_keys, peaks, others, lost = [keys], [peak], [], []
+    position = torch.arange(begin, begin + chunks * chunk, device=first.device).view(chunks, chunk)
+    for new, place in zip(scores.unbind(1), position, strict=True):
+        candidates = torch.cat([top, new], -1)
+        chosen = candidates.topk(topk, sorted=False).indices
+        left = candidates.scatter(-1, chosen, float("-inf"))
+        top = candidates.gather(-1, chosen)
+        keys = torch.cat([keys, place.expand(heads, count, -1)], -1).gather(-1, chosen)
+        peak = torch.maximum(peak, left.amax(-1, keepdim=True))
+        was_top, was_new = (left > float("-inf")).split([topk, chunk], -1)
+        for series, each in zip((top_keys, peaks, others, lost), (keys, peak, was_new, was_top), strict=True):
+            series.append(each)
+    if not chunks:
+        others, lost = [at_first.new_zeros(heads, count, chunk)], [at_first.new_zeros(heads, count, topk)]
+    others, lost = torch.stack(others, 1)[:, :chunks], torch.stack(lost, 1)[:, :chunks]
+    return torch.stack(top_keys, 1), (at_first, others), torch.stack(peaks, 1), lost
+
+
+# Numbers in a working set: 1 MiB of float32, about the size of a core's own cache.
+CACHED = 2**18
+
+
+def own_weights(
+    q: Tensor, k: Tensor, v: Tensor, groups: Tensor, top_keys: Tensor, *, tile: int, dropout: float
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention of each query over the K keys of its cluster.
+
+    Args: q [G, n, D], scaled; k [G, S, D]; v [G, S, E]; groups [G, n], the cluster of each query;
+    top_keys [G, C, K], the keys of each cluster; `tile` queries of one cluster share their gathered keys.
+
+    Returns the outputs, [G, n, E], and the logarithms of the sums of exponentials, [G, n].
+    """
+    heads, n, size = q.shape
+    clusters, kept = top_keys.shape[1:]
+    members = torch.bincount(flat_index(groups, clusters), minlength=heads * clusters).view(heads, clusters)
+    slots, tile_cluster = _tiles(groups, members, tile)
+    slots = flat_index(slots, tile_cluster.shape[1] * tile)
+    tiled = q.new_zeros(tile_cluster.numel() * tile, size).index_copy(0, slots, q.reshape(heads * n, size))
+    index = flat_index(top_keys, k.shape[1]).view(heads * clusters, kept)
+    index = index.index_select(0, flat_index(tile_cluster, clusters))
+    keep = None
+    if dropout:
+        keep = F.dropout(q.new_ones(index.shape[0], tile, kept), dropout)
+    attend = _at_once if without_functions() else _OwnWeights.apply
+    out, sums = attend(tiled.view(-1, tile, size), k.flatten(0, 1), v.flatten(0, 1), index, keep)  # pyright: ignore[reportGeneralTypeIssues]  # what forward returns
+    out = out.flatten(0, 1).index_select(0, slots).view(heads, n, -1)
+    return out, sums.flatten().index_select(0, slots).view(heads, n)
+
+
+def _tiles(groups: Tensor, members: Tensor, tile: int) -> tuple[Tensor, Tensor]:
+    """Lay the queries of each head out in tiles of one cluster each.
+
+    Returns the slot of each query, [G, n], and the cluster of each tile, [G, tiles]; a cluster's last tile
+    may have empty slots, and a head with fewer tiles than another has empty tiles.
+    """
+    tiles = (members + tile - 1) // tile
+    last_tile = tiles.cumsum(1)
+    order = groups.argsort(dim=1, stable=True)
+    cluster = groups.gather(1, order)
+    rank = torch.arange(groups.shape[1], device=groups.device) - (members.cumsum(1) - members).gather(1, cluster)
+    slots = (last_tile - tiles).gather(1, cluster) * tile + rank
+    total = int(last_tile[:, -1].max())
+    numbers = torch.arange(total, device=groups.device).expand(groups.shape[0], total).contiguous()
+    tile_cluster = torch.searchsorted(last_tile, numbers, right=True).clamp(max=members.shape[1] - 1)
+    return torch.empty_like(slots).scatter(1, order, slots), tile_cluster
+
+
+def _at_once(q: Tensor, k: Tensor, v: Tensor, index: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The same as `_OwnWeights`, in n K (D + E) memory."""
+    keys, values = _gather(k, index), _gather(v, index)
+    scores = q @ keys.transpose(1, 2)
+    weights = scores.softmax(-1)
+    return (weights if keep is None else weights * keep) @ values, scores.logsumexp(-1)
+
+
+class _OwnWeights(torch.autograd.Function):
+    """Gathers keys and values a cache's worth at a time, again in the backward pass: stored, they would take n K (D + E)."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, index: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+        out, sums = q.new_empty(*q.shape[:2], v.shape[1]), q.new_empty(q.shape[:2])
+        for block in _blocks(index, k, v):
+            keys, values = _gather(k, index[block]), _gather(v, index[block])
+            scores = q[block] @ keys.transpose(1, 2)
+            weights = scores.softmax(-1)
+            # Two maxima are much cheaper than a sum of exponentials.
+            sums[block] = scores.amax(-1) - weights.amax(-1).log()
+            torch.bmm(weights if keep is None else weights * keep[block], values, out=out[block])
+        ctx.save_for_backward(q, k, v, index, keep)
+        return out, sums
+
+    # In plain steps, so that it can be differentiated again.
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, grad_sums: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]  # named arguments there
+        q, k, v, index, keep = ctx.saved_tensors
+        dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+        for block in _blocks(index, k, v):
+            keys, values = _gather(k, index[block]), _gather(v, index[block])
+            weights = (q[block] @ keys.transpose(1, 2)).softmax(-1)
+            kept = weights if keep is None else weights * keep[block]
+            dv.index_add_(0, index[block].flatten(), (kept.transpose(1, 2) @ grad[block]).flatten(0, 1))
+            change = kept * (grad[block] @ values.transpose(1, 2))
+            change = change + weights * (grad_sums[block].unsqueeze(-1) - change.sum(-1, keepdim=True))
+            dq[block] = change @ keys
+            dk.index_add_(0, index[block].flatten(), (change.transpose(1, 2) @ q[block]).flatten(0, 1))
+        return dq, dk, dv, None, None
+
+
+def _blocks(index: Tensor, k: Tensor, v: Tensor) -> list[slice]:
+    """Slices of tiles: all at once on an accelerator; on a CPU, as many as its cache holds keys and values for."""
+    tiles, kept = index.shape
+    together = max(1, CACHED // (kept * (k.shape[1] + v.shape[1]))) if k.device.type == "cpu" else tiles
+    return [slice(first, first + together) for first in range(0, tiles, together)]
+
+
+def _gather(x: Tensor, index: Tensor) -> Tensor:
+    return x.index_select(0, index.flatten()).view(*index.shape, -1)

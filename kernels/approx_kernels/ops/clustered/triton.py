@@ -9,11 +9,11 @@ from approx_kernels.ops.clustered.reference import MOST_DEFAULT_CLUSTERS, SHORT
 from approx_kernels.ops.clustered.triton_members import spread_rows, sum_rows
 from approx_kernels.ops.clustered.triton_own import improved_forward
 from approx_kernels.ops.clustered.triton_top import largest_keys
-from approx_kernels.ops.clustering.frozen import nearest_centroids
+from approx_kernels.ops.clustering.reference import nearest_centroids
 from approx_kernels.ops.clustering.triton import FULL, cluster_samples, sort_queries
 from approx_kernels.ops.clustering.triton import obstacle as clustering_obstacle
 from approx_kernels.ops.flash.api import flash, flash_obstacle
-from approx_kernels.runtime.autocast import without_autocast
+from approx_kernels.runtime.pytorch import without_autocast
 
 
 def obstacle(q: Tensor, v: Tensor, clusters: int | None, bits: int, dropout: float) -> str | None:

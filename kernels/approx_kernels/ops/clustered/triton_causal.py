@@ -8,10 +8,10 @@ from torch.nn import functional as F
 
 from approx_kernels.ops.clustered.triton_causal_far import far_forward
 from approx_kernels.ops.clustered.triton_causal_launches import MOST_CHUNK, MOST_CHUNKS
-from approx_kernels.ops.clustering.frozen import nearest_centroids
+from approx_kernels.ops.clustering.reference import nearest_centroids
 from approx_kernels.ops.flash.api import flash, flash_obstacle
-from approx_kernels.runtime.autocast import without_autocast
-from approx_kernels.tokens.stretches import stretches
+from approx_kernels.runtime.pytorch import without_autocast
+from approx_kernels.tokens import stretches
 
 
 def obstacle(q: Tensor, v: Tensor, chunk: int, topk: int, dropout: float) -> str | None:

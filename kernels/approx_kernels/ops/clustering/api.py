@@ -8,11 +8,11 @@ from approx_kernels.gpu.language import ranked
 from approx_kernels.ops.clustering.checks import check_clustering
 from approx_kernels.ops.clustering.cpu import cluster_samples
 from approx_kernels.ops.clustering.cpu import obstacle as cpu_obstacle
-from approx_kernels.ops.clustering.frozen import draw_centroids, fit_centroids, nearest_centroids
-from approx_kernels.ops.clustering.reference import cluster_heads, draw_planes
+from approx_kernels.ops.clustering.reference import cluster_queries as cluster_plainly
+from approx_kernels.ops.clustering.reference import draw_centroids, draw_planes, fit_centroids, nearest_centroids
 from approx_kernels.ops.clustering.triton import cluster_samples as cluster_on_gpu
 from approx_kernels.ops.clustering.triton import obstacle as triton_obstacle
-from approx_kernels.tokens.shapes import DTYPES, check_tensor
+from approx_kernels.tokens import DTYPES, check_tensor
 
 __all__ = ["check_clustering", "cluster_queries", "draw_centroids", "draw_planes", "fit_centroids", "nearest_centroids"]
 
@@ -57,4 +57,4 @@ def cluster_queries(
         if run == "triton":
             return cluster_on_gpu(q, None, *counts, planes, draws, clusters, iterations)[0].long()
         return cluster_samples(q, None, *counts, planes, draws, iterations)[0].long()
-    return cluster_heads(q, planes, draws, clusters, iterations)
+    return cluster_plainly(q, planes, draws, clusters=clusters, iterations=iterations)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from approx_kernels.tokens.shapes import check_least, check_part
+from approx_kernels.tokens import check_least, check_part
 
 # Bits of the words that store hashes.
 MOST_BITS = 64

@@ -9,7 +9,7 @@ from approx_kernels.cpu.structs import address, rows_of
 from approx_kernels.ops.clustering.checks import check_clustering, check_draws
 from approx_kernels.ops.clustering.reference import STRIDE
 from approx_kernels.runtime.custom_op import custom_op
-from approx_kernels.tokens.shapes import check_part
+from approx_kernels.tokens import check_part
 
 
 def obstacle(*tensors: Tensor) -> str | None:

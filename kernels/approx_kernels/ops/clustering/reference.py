@@ -1,12 +1,11 @@
-"""Sign hashes and Hamming k-means as integer-valued matrix products."""
+"""Sign hashes and Hamming k-means as integer-valued matrix products, and centroids that are fitted once, in plain PyTorch."""
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from approx_kernels.runtime.autocast import without_autocast
-from approx_kernels.runtime.torch_internals import int8_product
-from approx_kernels.tokens.shapes import check_draw, check_form
+from approx_kernels.runtime.pytorch import int8_product, without_autocast
+from approx_kernels.tokens import check_draw, check_form, check_least, check_part, check_tensor
 
 # A prime, so that repeated draws of an empty cluster visit all queries.
 STRIDE = 2_147_483_647
@@ -30,8 +29,8 @@ def draw_planes(size: int, *, bits: int, bias: bool, clusters: int, seed: int) -
 
 
 @torch.no_grad()
-def cluster_heads(q: Tensor, planes: Tensor, draws: Tensor, clusters: int, iterations: int) -> Tensor:
-    """Hash the queries and cluster the hashes, as many heads at a time as fit into a CPU's cache."""
+def cluster_queries(q: Tensor, planes: Tensor, draws: Tensor, *, clusters: int, iterations: int) -> Tensor:
+    """The op of this name in `api.py`, with as many heads at a time as fit into a CPU's cache."""
     heads = max(1, _CACHED_ROWS // q.shape[1]) if q.device.type == "cpu" else q.shape[0]
     with without_autocast(q.device.type):
         blocks = [hamming_kmeans(hash_bits(b, planes), draws, clusters, iterations) for b in q.split(heads)]
@@ -108,3 +107,90 @@ def _int8_is_exact_and_fast(bits: Tensor, clusters: int) -> bool:
         and torch.backends.mkldnn.is_available()
         and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
     )
+
+
+def mean_queries(q: Tensor, groups: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
+    """Mean query and number of members of each cluster, [G, C, D] in at least float32 and [G, C] int64."""
+    heads, n, size = q.shape
+    wide = torch.promote_types(q.dtype, torch.float32)
+    rows = flat_index(groups, clusters)
+    members = torch.bincount(rows, minlength=heads * clusters)
+    sums = q.new_zeros(heads * clusters, size, dtype=wide)
+    sums = sums.scatter_add(0, rows[:, None].expand(-1, size), q.to(wide).reshape(heads * n, size))
+    means = sums / members.clamp(min=1)[:, None]
+    return means.view(heads, clusters, size), members.view(heads, clusters)
+
+
+def flat_index(index: Tensor, rows: int) -> Tensor:
+    """Convert an index [G, ...] into each head's rows to a flat index into the rows of all heads."""
+    head = torch.arange(index.shape[0], device=index.device).view(-1, *[1] * (index.ndim - 1))
+    return (index + head * rows).flatten()
+
+
+def draw_centroids(heads: int, size: int, *, clusters: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Centroids and selectors before fitting: N(0, 1) from the seed, and their Euclidean selectors.
+
+    Returns:
+        As `fit_centroids`.
+    """
+    check_draw(seed, heads=heads, clusters=clusters, size=size)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    centroids = torch.randn(heads, clusters, size, generator=generator, device="cpu", dtype=torch.float32)
+    return centroids, _selectors(
+        centroids, torch.eye(size, dtype=centroids.dtype, device="cpu").expand(heads, size, size)
+    )
+
+
+@torch.no_grad()
+def fit_centroids(q: Tensor, k: Tensor, *, clusters: int, iterations: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Lloyd's algorithm on float queries, in O(n C D) per iteration.
+
+    The distance of two queries is the variance, over the keys, of the difference of their scores, which is all that
+    the softmax sees. A query is nearest to the centroid mu with the largest q.(Cov mu) - mu.(Cov mu) / 2, an affine
+    function of q, so choosing takes one product.
+
+    Args:
+        q: Calibration queries, [G, n, D], float; fewer than C leave some centroids unused.
+        k: Calibration keys, [G, m, D].
+        clusters: Number of centroids, C.
+        iterations: Iterations of k-means.
+        seed: Seed of the initial queries.
+
+    Returns:
+        Centroids [G, C, D] and their selectors [G, C, D + 1], the constants last, float32.
+    """
+    check_least("clusters", clusters, 1)
+    check_least("iterations", iterations, 0)
+    check_draw(seed)
+    check_tensor("q", q)
+    for name, x in (("q", q), ("k", k)):
+        check_part(name, x, q, q.shape[0], "tokens", q.shape[-1])
+    q, k = q.float(), k.float()
+    n, size = q.shape[1:]
+    centred = k - k.mean(1, keepdim=True)
+    metric = centred.transpose(1, 2) @ centred / k.shape[1]
+    # The overall scale has no effect, but might overflow 16 bits.
+    metric = metric / metric.diagonal(dim1=1, dim2=2).mean(1).clamp(min=1e-20)[:, None, None]
+    # Regularised, so that queries stay distinct even if keys vary in few directions or none.
+    metric = metric + 1e-3 * torch.eye(size, device=q.device)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    start = torch.randperm(n, generator=generator, device="cpu").to(q.device)
+    centroids = q[:, start[torch.arange(clusters, device=q.device) % n]]
+    for _ in range(iterations):
+        means, members = mean_queries(q, nearest_centroids(q, _selectors(centroids, metric)), clusters)
+        centroids = torch.where(members[..., None] > 0, means, centroids)
+    return centroids, _selectors(centroids, metric)
+
+
+@torch.no_grad()
+def nearest_centroids(q: Tensor, selectors: Tensor) -> Tensor:
+    """The centroid whose selector is largest at each query; q [..., n, D], selectors [..., C, D + 1] -> [..., n]."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    selectors = selectors.to(wide)
+    heights = q.to(wide) @ selectors[..., :-1].transpose(-2, -1)
+    return (heights + selectors[..., None, :, -1]).argmax(-1)
+
+
+def _selectors(centroids: Tensor, metric: Tensor) -> Tensor:
+    normals = centroids @ metric
+    return torch.cat([normals, (normals * centroids).sum(-1, keepdim=True) / -2], -1)

@@ -4,10 +4,10 @@ from torch import Tensor
 
 from approx_kernels.dispatch.implementation import choose
 from approx_kernels.ops.exact.cpu import chunked_attention, chunks_obstacle
-from approx_kernels.ops.exact.fused import fused_attention
 from approx_kernels.ops.exact.lengths import by_lengths
-from approx_kernels.ops.exact.reference import dense_attention
-from approx_kernels.tokens.shapes import check_form, check_shapes
+from approx_kernels.ops.exact.reference import exact_attention as fused_attention
+from approx_kernels.ops.exact.reference import materialised_attention as dense_attention
+from approx_kernels.tokens import check_form, check_shapes
 
 CHUNK = 256
 

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from approx_kernels.ops.exact.reference import dense_attention
-from approx_kernels.runtime.autocast import without_autocast
-from approx_kernels.runtime.observed import needs_pytorch
-from approx_kernels.tokens.grouped import beside, empty_gradients, sharing, summed
+from approx_kernels.ops.exact.reference import materialised_attention
+from approx_kernels.runtime.pytorch import needs_pytorch, without_autocast
+from approx_kernels.tokens import beside, empty_gradients, sharing, summed
 
 
 def chunked_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, chunk: int) -> Tensor:
@@ -106,7 +105,7 @@ def _differentiable_gradients(
     """What `_Chunked.backward` returns, with a graph for second derivatives, in the memory of all weights."""
     # Views, since one tensor may be queries, keys and values at once.
     inputs = q.view_as(q), k.view_as(k), v.view_as(v)
-    out = dense_attention(*inputs, None, causal=causal, scale=scale, dropout=0.0)
+    out = materialised_attention(*inputs, None, causal=causal, scale=scale, dropout=0.0)
     learned = [x for x, is_wanted in zip(inputs, wanted, strict=False) if is_wanted]
     slopes = iter(torch.autograd.grad(out, learned, grad, create_graph=True))
     return *(next(slopes) if is_wanted else None for is_wanted in wanted[:3]), None, None, None

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from approx_kernels.tokens.padding import attend_to_nothing
+from approx_kernels.tokens import attend_to_nothing
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -1,17 +1,18 @@
 """Exact attention by the fastest implementation, from `approx doctor --probe` or documented defaults."""
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.compiler import assume_constant_result
 
 from approx_kernels.dispatch.checked import doubt
 from approx_kernels.dispatch.implementation import choose, took
+from approx_kernels.dispatch.one_operator import attend_opaquely, exact_is_one_operator
+from approx_kernels.dispatch.opaque import name_kind, told
 from approx_kernels.ops.exact.api import exact_attention
 from approx_kernels.ops.exact.cpu import chunks_obstacle
 from approx_kernels.ops.fastest.choice import case_of, chosen
 from approx_kernels.ops.fastest.ways import DEFAULT, OWN
-from approx_kernels.runtime.custom_op import capturing
-from approx_kernels.runtime.observed import needs_pytorch
-from approx_kernels.tokens.shapes import check_form, check_shapes
+from approx_kernels.runtime.pytorch import capturing, in_autocast, needs_pytorch
+from approx_kernels.tokens import check_form, check_shapes
 
 
 def fastest_attention(
@@ -50,9 +51,7 @@ def fastest_attention(
         took("fastest_attention", DEFAULT)
     if run != "fastest":
         return exact_attention(q, k, v, key_mask, causal=causal, scale=scale, dropout=dropout, impl=run)
-    if torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = (x.to(dtype) for x in (q, k, v))
+    q, k, v = in_autocast(q, k, v)
     case = case_of(q, k, key_mask, causal=causal)
     if case is None:
         took("fastest_attention", DEFAULT)
@@ -63,3 +62,44 @@ def fastest_attention(
         name, way = DEFAULT, exact_attention
     took("fastest_attention", name)
     return way(q, k, v, key_mask, causal=causal, scale=scale)
+
+
+def layer_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None = None,
+    *,
+    causal: bool,
+    scale: float,
+    dropout: float = 0.0,
+) -> Tensor:
+    """`fastest_attention` of a layer without a mechanism; in a graph as one operator, since only that looks up the fastest way."""
+    if exact_is_one_operator(q, scale, dropout):
+        # The scale may be symbolic, which text cannot hold; one operator implies the default scale.
+        text = _described(q.shape[1], q.shape[3], causal, q.shape[3] ** -0.5)
+        return attend_opaquely(None, text, q, k, v, key_mask, 0.0, None)
+    return fastest_attention(q, k, v, key_mask, causal=causal, scale=scale, dropout=dropout)
+
+
+@assume_constant_result
+def _described(heads: int, head_dim: int, causal: bool, scale: float) -> str:
+    return told(_Layer, {"heads": heads, "head_dim": head_dim, "causal": causal, "scale": scale})
+
+
+class _Layer(nn.Module):
+    """A layer without a mechanism, as the operator builds it from text."""
+
+    def __init__(self, heads: int, head_dim: int, causal: bool, scale: float) -> None:
+        super().__init__()
+        self.heads, self.head_dim, self.causal, self.scale = heads, head_dim, causal, scale
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        return fastest_attention(q, k, v, key_mask, causal=self.causal, scale=self.scale)
+
+    def flops(self, length: int) -> int:
+        pairs = length * (length + 1) // 2 if self.causal else length * length
+        return 4 * self.heads * pairs * self.head_dim
+
+
+name_kind(_Layer)

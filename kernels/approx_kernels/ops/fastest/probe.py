@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from approx_kernels.dispatch.findings import Finding
-from approx_kernels.ops.exact.reference import dense_attention
+from approx_kernels.ops.exact.reference import materialised_attention
 from approx_kernels.ops.fastest.choice import Case
 from approx_kernels.ops.fastest.ways import DEFAULT, Way, ways
 
@@ -128,7 +128,9 @@ def _inputs(case: Case, length: int, oracle: bool = True) -> tuple[Any, Tensor |
     exact = None
     if oracle:
         wide = [x.detach().double() for x in (q, k, v)]
-        exact = dense_attention(wide[0], wide[1], wide[2], real, causal=case.causal, scale=SIZE**-0.5, dropout=0.0)
+        exact = materialised_attention(
+            wide[0], wide[1], wide[2], real, causal=case.causal, scale=SIZE**-0.5, dropout=0.0
+        )
     return [x.requires_grad_(case.training) for x in (q, k, v)], real, exact
 
 

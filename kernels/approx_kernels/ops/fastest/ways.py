@@ -11,8 +11,8 @@ from approx_kernels.gpu.language import HEAD_SIZES, triton
 from approx_kernels.ops.exact.compiled import compiled_attention, compiled_few, few_obstacle
 from approx_kernels.ops.exact.compiled import obstacle as c_obstacle
 from approx_kernels.ops.exact.cpu import batched_attention, chunked_attention
-from approx_kernels.ops.exact.fused import fused_attention
 from approx_kernels.ops.exact.lengths import by_lengths
+from approx_kernels.ops.exact.reference import exact_attention as fused_attention
 from approx_kernels.ops.fastest.varlen import obstacle, packed_attention
 
 # From q, k, v, key_mask and the keywords causal and scale.

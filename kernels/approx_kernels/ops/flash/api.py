@@ -13,8 +13,8 @@ from approx_kernels.ops.flash.library import library_attention, library_obstacle
 from approx_kernels.ops.flash.reference import flash_reference
 from approx_kernels.ops.flash.samples import behind_each_other, stretches
 from approx_kernels.ops.flash.triton import ENDLESS, flash_forward, list_tile
-from approx_kernels.runtime.autocast import without_autocast
-from approx_kernels.tokens.shapes import MOST, check_form, check_least, check_part, check_shapes
+from approx_kernels.runtime.pytorch import in_autocast, without_autocast
+from approx_kernels.tokens import MOST, check_form, check_least, check_part, check_shapes
 
 __all__ = ["BlockList", "block_list", "flash", "flash_attention", "flash_obstacle", "list_tile"]
 
@@ -58,9 +58,7 @@ def flash_attention(
     """
     check_shapes(q, k, v, key_mask)
     check_form(scale, dropout, causal=causal)
-    if torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    q, k, v = in_autocast(q, k, v)
     ours = ranked(q, flash_obstacle(q, v, dropout), fused=None, reference=None)
     theirs = library_obstacle(q, k, v, key_mask, dropout)
     run = choose(
@@ -130,9 +128,7 @@ def flash(
     if blocks is not None and not isinstance(blocks, BlockList):
         raise ValueError(f"blocks is of type {type(blocks).__name__}; expected the result of `block_list`.")
     run = choose("flash", impl, ranked(q, flash_obstacle(q, v, 0.0), reference=None), q)
-    if torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    q, k, v = in_autocast(q, k, v)
     if blocks is not None:
         _check_blocks(q, k, blocks, left, right, list_tile(q, v) if run == "triton" else None)
     bounds = stretches(key_mask, q.shape[2], both) if lengths is None else behind_each_other(q, k, key_mask, lengths)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from approx_kernels.runtime.observed import needs_pytorch
+from approx_kernels.runtime.pytorch import needs_pytorch
 
 # In which the hub's kernels are published; `version` is the one whose interface is called here.
 HUB_KERNEL, HUB_VERSION = "kernels-community/flash-attn3", 1

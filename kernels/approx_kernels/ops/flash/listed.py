@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from approx_kernels.ops.flash.api import BlockList, block_list, flash, list_tile
-from approx_kernels.runtime.custom_op import capturing
+from approx_kernels.runtime.pytorch import capturing
 
 # Lists by pattern, sizes and device; the oldest is dropped first, except for those that a CUDA graph reads.
 _LISTS: dict[Hashable, Any] = {}

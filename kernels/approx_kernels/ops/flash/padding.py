@@ -7,10 +7,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from approx_kernels.runtime.autocast import without_autocast
-from approx_kernels.runtime.custom_op import capturing
-from approx_kernels.runtime.torch_internals import changes
-from approx_kernels.tokens.stretches import without_padding
+from approx_kernels.runtime.pytorch import capturing, changes, without_autocast
+from approx_kernels.tokens import without_padding
 
 # Results of reading a mask, which all layers of a model share.
 _READ = WeakTensorKeyDictionary()

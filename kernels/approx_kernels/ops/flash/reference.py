@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from approx_kernels.ops.flash.blocks import BlockList
-from approx_kernels.tokens.grouped import sharing
+from approx_kernels.tokens import sharing
 
 
 def flash_reference(

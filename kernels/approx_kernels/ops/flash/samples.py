@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from approx_kernels.tokens.shapes import check_least
+from approx_kernels.tokens import check_least
 
 
 def stretches(key_mask: Tensor | None, length: int, both: bool) -> Tensor | None:

@@ -12,7 +12,7 @@ from approx_kernels.gpu.launch import cut, launch, precision, sizes, strides
 from approx_kernels.ops.flash.triton_backward import flash_keys_kernel, flash_queries_kernel
 from approx_kernels.ops.flash.triton_forward import flash_forward_kernel
 from approx_kernels.runtime.custom_op import custom_op
-from approx_kernels.tokens.grouped import empty_gradients, empty_rows, sharing, summed
+from approx_kernels.tokens import empty_gradients, empty_rows, sharing, summed
 
 # As far as a window reaches that has no end.
 ENDLESS = 2**30

@@ -13,11 +13,10 @@ from approx_kernels.ops.flash.api import flash_obstacle
 from approx_kernels.ops.flash.listed import listed_attention
 from approx_kernels.ops.flash.padding import under_padding
 from approx_kernels.ops.global_tokens.cpu import window_lists
-from approx_kernels.ops.global_tokens.reference import places, seeing_rows, window_blocks
+from approx_kernels.ops.global_tokens.reference import global_token_attention as plain_attention
+from approx_kernels.ops.global_tokens.reference import seeing_rows
 from approx_kernels.ops.key_lists.cpu import obstacle
-from approx_kernels.tokens.grouped import in_turns
-from approx_kernels.tokens.shapes import check_form, check_least, check_shapes, check_tensor
-from approx_kernels.tokens.stretches import without_padding
+from approx_kernels.tokens import check_form, check_least, check_shapes, check_tensor, without_padding
 
 
 def global_token_attention(
@@ -72,8 +71,16 @@ def global_token_attention(
     check_least("right", right, 0)
     if not isinstance(tokens, Tensor | Sequence):
         raise ValueError(f"tokens is of type {type(tokens).__name__}; expected positions, or a tensor [batch, keys].")
-    for token in () if isinstance(tokens, Tensor) else tokens:
-        check_least("a chosen token", token, 0)
+    if isinstance(tokens, Tensor):
+        check_tensor("tokens", tokens)
+        if tokens.dtype != torch.bool or tokens.shape != (k.shape[0], k.shape[2]):
+            raise ValueError(
+                f"tokens is {tokens.dtype} of shape {list(tokens.shape)}; "
+                f"expected torch.bool of shape [{k.shape[0]}, {k.shape[2]}], True at the chosen keys."
+            )
+    else:
+        for token in tokens:
+            check_least("a chosen token", token, 0)
     right = 0 if causal else right
     elsewhere = "tokens that each sample chooses need a list for each. Give positions, or ask for 'reference'."
     own = isinstance(tokens, Tensor)
@@ -82,41 +89,31 @@ def global_token_attention(
         "global_token_attention", impl, ranked(q, elsewhere if own else flash_obstacle(q, v, dropout), **ways), q
     )
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, tokens: Sequence[int] | Tensor) -> Tensor:
-        chosen = places(tokens, k.shape[2], k.device)
-        how: dict[str, Any] = {"chosen": chosen, "causal": causal, "scale": scale, "dropout": dropout}
-        if run == "cpu":
-            near = {"left": left, "right": right, "causal": causal, "scale": scale, "dropout": dropout}
-            out = window_lists(q, k, v, **near, tokens=[int(token) for token in tokens])
-        else:
-            out = in_turns(partial(window_blocks, left=left, right=right, **how), q, k, v)
-        if not see_all:
-            return out
-        if not isinstance(tokens, Tensor):
-            # A decoded token is never one of the first, whose rows are not computed.
-            how["chosen"] = places(
-                [token for token in tokens if token >= k.shape[2] - q.shape[2]], k.shape[2], k.device
-            )
-        return seeing_rows(out, q, k, v, **how)
-
     if run == "triton":
-        own = tuple(map(int, tokens))
-        tiles = partial(_tiles, left=left, right=right, tokens=own, see_all=see_all, causal=causal, scale=scale)
+        chosen = tuple(map(int, tokens))
+        tiles = partial(_tiles, left=left, right=right, tokens=chosen, see_all=see_all, causal=causal, scale=scale)
         return under_padding(tiles, q, k, v, key_mask)
-    if not isinstance(tokens, Tensor):
-        return without_padding(partial(attend, tokens=tokens), q, k, v, key_mask)
-    check_tensor("tokens", tokens)
-    if tokens.dtype != torch.bool or tokens.shape != (k.shape[0], k.shape[2]):
-        raise ValueError(
-            f"tokens is {tokens.dtype} of shape {list(tokens.shape)}; "
-            f"expected torch.bool of shape [{k.shape[0]}, {k.shape[2]}], True at the chosen keys."
-        )
-    if key_mask is None:
-        return without_padding(partial(attend, tokens=tokens), q, k, v, None)
-    out = []
-    for *qkv, real, own in zip(q.split(1), k.split(1), v.split(1), key_mask, tokens, strict=True):
-        out.append(without_padding(partial(attend, tokens=own[real][None]), *qkv, key_mask=real[None]))
-    return torch.cat(out)
+    if run == "cpu":
+        how: dict[str, Any] = {"causal": causal, "scale": scale, "dropout": dropout}
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out = window_lists(q, k, v, left=left, right=right, tokens=[int(token) for token in tokens], **how)
+            return seeing_rows(out, q, k, v, tokens, **how) if see_all else out
+
+        return without_padding(attend, q, k, v, key_mask)
+    return plain_attention(
+        q,
+        k,
+        v,
+        key_mask,
+        left=left,
+        right=right,
+        tokens=tokens,
+        see_all=see_all,
+        causal=causal,
+        scale=scale,
+        dropout=dropout,
+    )
 
 
 def _tiles(

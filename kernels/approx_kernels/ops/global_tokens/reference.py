@@ -1,71 +1,47 @@
-"""Attention of each block of queries to a window and to chosen tokens."""
+"""A window and global tokens, in plain PyTorch."""
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from approx_kernels.runtime.sdpa import sdpa
-from approx_kernels.tokens.grouped import sharing
-from approx_kernels.tokens.stretches import stretches
-
-# Queries that share their keys: a balance between computing outside the window and copying.
-_BLOCK = 64
+from approx_kernels.ops.exact.reference import places, tokens_at, window_blocks
+from approx_kernels.runtime.pytorch import sdpa
+from approx_kernels.tokens import in_turns, sharing, without_padding
 
 
-def places(tokens: Sequence[int] | Tensor, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Positions of the chosen tokens, [G] for all samples or [B, G] for each, and which of them are valid.
-
-    Samples choose different numbers of tokens; G is the largest of them.
-    """
-    if not isinstance(tokens, Tensor):
-        index = torch.tensor([token for token in tokens if token < keys], dtype=torch.long, device=device)
-        return index, torch.ones_like(index, dtype=torch.bool)
-    counts = tokens.sum(1, keepdim=True)
-    most = int(counts.max())
-    index = tokens.to(torch.int8).sort(stable=True, dim=1, descending=True).indices[:, :most]
-    return index, torch.arange(most, device=device) < counts
-
-
-def window_blocks(
+def global_token_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    key_mask: Tensor | None = None,
     *,
     left: int,
     right: int,
-    chosen: tuple[Tensor, Tensor] | None = None,
+    tokens: Sequence[int] | Tensor,
+    see_all: bool,
     causal: bool,
     scale: float,
-    dropout: float,
+    dropout: float = 0.0,
 ) -> Tensor:
-    """One fused product per block: the chosen tokens outside of each query's window, and its stretch of keys.
+    """The op of this name in `api.py`, which explains the arguments and checks them."""
+    right = 0 if causal else right
 
-    `chosen` is the result of `places`, or None.
-    """
-    length, keys = q.shape[2], k.shape[2]
-    before = keys - length
-    index, counts = places((), keys, q.device) if chosen is None else chosen
-    beside = [_at(x, index) for x in (k, v)]
-    bounds = [
-        (max(first + before - left, 0), min(first + before + _BLOCK + right, keys))
-        for first in range(0, length, _BLOCK)
-    ]
-    blocks = zip(q.split(_BLOCK, 2), bounds, stretches(k, bounds), stretches(v, bounds), strict=True)
+    def attend(q: Tensor, k: Tensor, v: Tensor, tokens: Sequence[int] | Tensor) -> Tensor:
+        how: dict[str, Any] = {"causal": causal, "scale": scale, "dropout": dropout}
+        chosen = places(tokens, k.shape[2], k.device)
+        out = in_turns(partial(window_blocks, left=left, right=right, chosen=chosen, **how), q, k, v)
+        return seeing_rows(out, q, k, v, tokens, **how) if see_all else out
+
+    if not isinstance(tokens, Tensor) or key_mask is None:
+        return without_padding(partial(attend, tokens=tokens), q, k, v, key_mask)
     out = []
-    for number, (queries, (begin, end), *own) in enumerate(blocks):
-        position = torch.arange(queries.shape[2], device=q.device)[:, None] + (before + number * _BLOCK)
-        allowed = _within(torch.arange(begin, end, device=q.device), position, left, right)
-        if index.shape[-1]:
-            far = counts[..., None, :] & ~_within(index[..., None, :], position, left, right)
-            far = far & (index[..., None, :] <= position) if causal else far
-            allowed = torch.cat([far, allowed.expand(*far.shape[:-1], -1)], -1)
-            own = [torch.cat(pair, 2) for pair in zip(beside, own, strict=True)]
-        # One mask for all samples, or one per sample; always the same for all heads.
-        allowed = allowed[:, None] if allowed.dim() == 3 else allowed
-        out.append(sdpa(queries, *own, attn_mask=allowed, dropout_p=dropout, scale=scale))
-    return torch.cat(out, 2)
+    for *qkv, real, own in zip(q.split(1), k.split(1), v.split(1), key_mask, tokens, strict=True):
+        out.append(without_padding(partial(attend, tokens=own[real][None]), *qkv, key_mask=real[None]))
+    return torch.cat(out)
 
 
 def seeing_rows(
@@ -73,8 +49,8 @@ def seeing_rows(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    tokens: Sequence[int] | Tensor,
     *,
-    chosen: tuple[Tensor, Tensor],
     causal: bool,
     scale: float,
     dropout: float,
@@ -82,26 +58,18 @@ def seeing_rows(
     """The outputs, with those of the chosen tokens replaced by exact attention over all keys."""
     length, keys = q.shape[2], k.shape[2]
     before = keys - length
-    index, counts = chosen
+    if not isinstance(tokens, Tensor):
+        # A decoded token is never one of the first, whose rows are not computed.
+        tokens = [token for token in tokens if token >= before]
+    index, counts = places(tokens, keys, k.device)
     if not index.shape[-1]:
         return out
     past = torch.arange(keys, device=q.device) <= index[..., None] if causal else None
     past = past[:, None] if past is not None and past.dim() == 3 else past
-    queries = _at(q, (index - before).clamp(min=0))
+    queries = tokens_at(q, (index - before).clamp(min=0))
     how = {"dropout_p": dropout, "scale": scale, "enable_gqa": sharing(q, k) > 1}
     exact = sdpa(queries, k, v, attn_mask=past, **how)
     # Non-queries, and fillers for samples with fewer chosen tokens, go to an extra last row that is cut off.
     rows = torch.where(counts & (index >= before), index - before, length)
     rows = rows[..., None, :, None].expand_as(exact)
     return F.pad(out, (0, 0, 0, 1)).scatter(2, rows, exact)[:, :, :length]
-
-
-def _within(key: Tensor, position: Tensor, left: int, right: int) -> Tensor:
-    return (key >= position - left) & (key <= position + right)
-
-
-def _at(x: Tensor, index: Tensor) -> Tensor:
-    """Tokens of x [B, H, n, D] at [G] or [B, G], [B, H, G, D]."""
-    if index.dim() == 1:
-        return x.index_select(2, index)
-    return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))

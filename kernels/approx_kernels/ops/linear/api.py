@@ -5,23 +5,25 @@ from torch import Tensor
 
 from approx_kernels.dispatch.implementation import choose
 from approx_kernels.gpu.language import ranked
-from approx_kernels.ops.linear.decode import continue_heads, continue_in_place, decode_obstacle, state_obstacle
-from approx_kernels.ops.linear.features import FEATURE_MAPS
-from approx_kernels.ops.linear.reference import drop_keys, linear_heads, own_parts
+from approx_kernels.ops.linear.decode import continue_in_place, decode_obstacle, state_obstacle
+from approx_kernels.ops.linear.reference import FEATURE_MAPS, drop_keys, own_parts
+from approx_kernels.ops.linear.reference import linear_attention as plain_attention
+from approx_kernels.ops.linear.reference import linear_decode as plain_decode
 from approx_kernels.ops.linear.triton_decode import continue_by_kernels, step_obstacle
 from approx_kernels.ops.linear.triton_heads import linear_kernels, linear_obstacle
 from approx_kernels.ops.linear.triton_window import windowed_kernels
 from approx_kernels.ops.linear.window_cpu import linear_parts, obstacle
-from approx_kernels.tokens.grouped import in_order
-from approx_kernels.tokens.ring import State, check_ring
-from approx_kernels.tokens.shapes import (
+from approx_kernels.tokens import (
+    State,
     check_form,
     check_least,
     check_number,
     check_part,
+    check_ring,
     check_shapes,
     check_state,
     check_word,
+    in_order,
 )
 
 __all__ = ["FEATURE_MAPS", "linear_attention", "linear_decode"]
@@ -103,22 +105,8 @@ def linear_attention(
     if run == "cpu":
         v = drop_keys(v, dropout)
         return linear_parts(q, k, v, key_mask, maps=maps, window=window, mix=mix, scale=scale, **form)
-    out, _ = linear_heads(
-        q,
-        k,
-        v,
-        key_mask,
-        causal=causal,
-        feature_map=feature_map,
-        maps=maps,
-        window=window,
-        mix=mix if window else None,
-        scale=scale,
-        input_scale=input_scale,
-        eps=eps,
-        dropout=dropout,
-    )
-    return out
+    form |= {"maps": maps, "window": window, "mix": mix, "scale": scale, "dropout": dropout}
+    return plain_attention(q, k, v, key_mask, **form)
 
 
 def linear_decode(
@@ -168,7 +156,7 @@ def linear_decode(
     ways = {"feature_map": feature_map, "maps": maps, "input_scale": input_scale, "eps": eps}
     if run == "triton":
         return continue_by_kernels(q, k, v, key_mask, state, **ways)
-    go_on = continue_in_place if run == "cpu" else continue_heads
+    go_on = continue_in_place if run == "cpu" else plain_decode
     mix = mix if window else None
     return go_on(q, k, v, key_mask, state, window=window, mix=mix, scale=scale, **ways)
 

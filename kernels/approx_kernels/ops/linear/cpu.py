@@ -9,9 +9,9 @@ from torch.nn import functional as F
 from approx_kernels.cpu.compile import call
 from approx_kernels.cpu.compile import obstacle as c_obstacle
 from approx_kernels.cpu.structs import Linear, LinearBackward, address, rows_of
-from approx_kernels.runtime.autocast import without_autocast
 from approx_kernels.runtime.custom_op import custom_op
-from approx_kernels.tokens.grouped import beside, empty_gradients, empty_rows, in_order, sharing, summed, turns
+from approx_kernels.runtime.pytorch import without_autocast
+from approx_kernels.tokens import beside, empty_gradients, empty_rows, in_order, sharing, summed, turns
 
 # Maps of single numbers; exponentials are only of random rows. In the order of features.h.
 FUSED = ("elu", "relu")

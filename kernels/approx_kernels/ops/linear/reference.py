@@ -1,4 +1,4 @@
-"""Linear attention in plain PyTorch: features of queries and keys, then sums over keys."""
+"""Linear attention in plain PyTorch: features of queries and keys, sums over keys, and the softmax of a window."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -7,15 +7,53 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from approx_kernels.ops.linear.features import features
-from approx_kernels.ops.linear.sums import attend_features, continue_features
-from approx_kernels.ops.linear.window import attend_windowed
-from approx_kernels.runtime.autocast import without_autocast
-from approx_kernels.tokens.grouped import in_order, sharing, turns
-from approx_kernels.tokens.padding import blank_padding
+from approx_kernels.runtime.pytorch import without_autocast
+from approx_kernels.tokens import State, blank_padding, content, extended, in_order, newest, sharing, turns
 
 # Numbers in a working set: half a MiB of float32, which fits into a core's own cache.
 _CACHED = 2**17
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None = None,
+    *,
+    causal: bool,
+    feature_map: str = "elu",
+    maps: tuple[Tensor, Tensor] | None = None,
+    window: int = 0,
+    mix: Tensor | None = None,
+    scale: float = 1.0,
+    input_scale: float = 1.0,
+    eps: float = 1e-6,
+    dropout: float = 0.0,
+) -> Tensor:
+    """The op of this name in `api.py`, which explains the arguments and checks them."""
+    form = {"feature_map": feature_map, "maps": maps, "window": window, "mix": mix if window else None}
+    how = {"scale": scale, "input_scale": input_scale, "eps": eps, "dropout": dropout}
+    return linear_heads(q, k, v, key_mask, causal=causal, **form, **how)[0]
+
+
+def linear_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None = None,
+    state: State | None = None,
+    *,
+    feature_map: str = "elu",
+    maps: tuple[Tensor, Tensor] | None = None,
+    window: int = 0,
+    mix: Tensor | None = None,
+    scale: float = 1.0,
+    input_scale: float = 1.0,
+    eps: float = 1e-6,
+) -> tuple[Tensor, State]:
+    """The op of this name in `api.py`, which explains the arguments and checks them."""
+    form = {"feature_map": feature_map, "maps": maps, "window": window, "mix": mix if window else None}
+    return continue_heads(q, k, v, key_mask, state, **form, scale=scale, input_scale=input_scale, eps=eps)
 
 
 def linear_heads(
@@ -106,3 +144,231 @@ def drop_keys(values: Tensor, dropout: float) -> Tensor:
 def scaled(x: Tensor, factor: float) -> Tensor:
     """x times the factor; x itself if the factor is 1."""
     return x if factor == 1.0 else x * factor
+
+
+# In the order of maps.h.
+FEATURE_MAPS = ("elu", "relu", "softmax", "t2r", "hedgehog")
+
+
+def features(x: Tensor, feature_map: str, weight: Tensor | None) -> Tensor:
+    """Features of queries or keys, a fresh tensor.
+
+    Args: x [B, H, n, D]; weight [H, D, D] for `hedgehog`, [H, D + 1, D] with the bias last for `t2r`.
+    Returns [B, H, n, D], and [B, H, n, 2 D] for `hedgehog`.
+    """
+    if feature_map == "elu":
+        return F.elu(x).add_(1.0)
+    if feature_map == "relu":
+        return F.relu(x)
+    if feature_map == "softmax":
+        return x.softmax(-1)
+    assert weight is not None, f"{feature_map} is learned"
+    weight = weight.to(x.dtype)
+    if feature_map == "t2r":
+        return F.relu(x @ weight[:, :-1] + weight[:, -1:])
+    heights = x @ weight
+    return torch.cat([heights.softmax(-1), (-heights).softmax(-1)], -1)
+
+
+# Queries per causal chunk: pairs are computed inside it, a state of size D x E is carried between chunks.
+_CHUNK = 64
+
+
+def attend_features(queries: Tensor, keys: Tensor, values: Tensor, eps: float) -> Tensor:
+    """`sum_j (f_i.g_j) v_j / (sum_j f_i.g_j + eps)` for features f [..., L, F] and g [..., S, F] of any map."""
+    state = keys.transpose(-2, -1) @ values
+    norm = queries @ keys.sum(-2).unsqueeze(-1)
+    return (queries @ state) / (norm + eps)
+
+
+def continue_features(
+    queries: Tensor, keys: Tensor, values: Tensor, sums: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The causal form after keys given by their sums alone, and the sums with the new keys.
+
+    The sums are of features times values and a one, [..., F, E + 1]; None before the first key. Inside a chunk
+    the products are exact; a state holds the sum of all earlier chunks.
+    """
+    length, size = queries.shape[-2], values.shape[-1]
+    # Bottom-right: every query sees the first S - L keys; with L > S the first L - S queries see none.
+    before = keys.shape[-2] - length
+    if before < 0:
+        keys, values = F.pad(keys, (0, 0, -before, 0)), F.pad(values, (0, 0, -before, 0))
+        before = 0
+    # A single query sees every key.
+    seen = before if length > 1 else keys.shape[-2]
+    # A last column of ones turns the normaliser into one more value.
+    values = F.pad(values, (0, 1), value=1.0)
+    first = keys[..., :seen, :].transpose(-2, -1) @ values[..., :seen, :]
+    first = first if sums is None else sums + first
+    if length == 1:
+        out = queries @ first
+        return out[..., :size] / (out[..., size:] + eps), first
+    # ONNX rounds negative quotients up, and an exported program for several chunks does not take a single one.
+    chunks = (length + _CHUNK - 1) // _CHUNK
+    if torch.compiler.is_exporting():
+        chunks += 1
+    end = (0, 0, 0, chunks * _CHUNK - length)
+    queries, keys, values = (
+        F.pad(x, end).unflatten(-2, (chunks, _CHUNK)) for x in (queries, keys[..., before:, :], values[..., before:, :])
+    )
+    added = keys.transpose(-2, -1) @ values
+    # Shifted rather than subtracted: a difference would lose digits, above all in the gradient.
+    states = torch.cat([first.unsqueeze(-3), added], -3).cumsum(-3)
+    out = (queries @ keys.transpose(-2, -1)).tril() @ values + queries @ states[..., :-1, :, :]
+    out = out.flatten(-3, -2)[..., :length, :]
+    return out[..., :size] / (out[..., size:] + eps), states[..., -1, :, :]
+
+
+# Queries per block, and keys per partial sum: a block computes pairs with its window, rounded up to this.
+_BLOCK = 64
+
+
+def attend_windowed(
+    q: Tensor,
+    k: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    keep: Tensor | None,
+    mix: Tensor,
+    *,
+    window: int,
+    causal: bool,
+    scale: float,
+    eps: float,
+    sums: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Softmax weights for keys in the window, feature products for the others, each pair in one of the two.
+
+    Args: q [B, H, L, D], k [B, H, S, D], their features queries and keys (0 where padded), values [B, H, S, E],
+    keep [B, 1, S, 1] the real keys, mix [H] the factor of the softmax part, sums [B, H, F, E + 1] of the features of
+    earlier keys, which no window reaches, times values and a one; None without any. Returns [B, H, L, E], and these
+    sums with the keys of which the next query's causal window has none.
+    """
+    length, total = q.shape[2], k.shape[2]
+    offset = total - length
+    left, right = (window - 1, 0) if causal else (window, window)
+    # A last column of ones turns the normaliser into one more value.
+    values = F.pad(values, (0, 1), value=1.0)
+    before, after = _outer_sums(keys, values, causal)
+    before = before if sums is None else before + sums.unsqueeze(2)
+    q = q * scale
+    out = []
+    for first in range(0, length, _BLOCK):
+        last = min(first + _BLOCK, length)
+        # Whole blocks of keys, so that the sum over all others is available; at least one key, seen or not (L > S).
+        begin = min(max(first + offset - left, 0), total - 1) // _BLOCK
+        end = -(-max(min(last + offset + right, total), begin * _BLOCK + 1) // _BLOCK)
+        stretch = slice(begin * _BLOCK, min(end * _BLOCK, total))
+        own = torch.arange(first + offset, last + offset, device=q.device)[:, None]
+        distance = torch.arange(stretch.start, stretch.stop, device=q.device) - own
+        near = (distance >= -left) & (distance <= right)
+        far = ~near & (distance < 0) if causal else ~near
+        if keep is not None:
+            near = near & keep[:, :, stretch, 0].unsqueeze(2)
+        weights = near_weights(q[:, :, first:last] @ k[:, :, stretch].transpose(-2, -1), near, mix)
+        query = queries[:, :, first:last]
+        weights = weights + (query @ keys[:, :, stretch].transpose(-2, -1)).masked_fill_(~far, 0.0)
+        outer = before[:, :, begin] if after is None else before[:, :, begin] + after[:, :, end]
+        out.append(weights @ values[:, :, stretch] + query @ outer)
+    beyond = max(total - left, 0)
+    tail = slice(beyond // _BLOCK * _BLOCK, beyond)
+    sums = before[:, :, beyond // _BLOCK] + keys[:, :, tail].transpose(-2, -1) @ values[:, :, tail]
+    return divided(torch.cat(out, 2), eps), sums
+
+
+def near_weights(scores: Tensor, near: Tensor | None, mix: Tensor) -> Tensor:
+    """`mix exp(score - largest)` for near keys, 0 elsewhere; scores [B, H, L, S] are overwritten."""
+    mix, lowest = mix.to(scores.dtype).log()[:, None, None], torch.finfo(scores.dtype).min
+    scores = scores if near is None else scores.masked_fill_(~near, lowest)
+    # The largest score is part of the definition here: it balances the softmax part against the linear one. If no
+    # key is near, 0 in its place makes every exponential vanish.
+    largest = scores.amax(-1, keepdim=True)
+    return (scores - (largest.masked_fill(largest == lowest, 0.0) - mix)).exp_()
+
+
+def divided(sums: Tensor, eps: float) -> Tensor:
+    """Outputs from sums of weighted values and, in the last column, of weights."""
+    # Adding eps would keep the widest window from being exact.
+    return sums[..., :-1] / sums[..., -1:].clamp(min=eps)
+
+
+def _outer_sums(keys: Tensor, values: Tensor, causal: bool) -> tuple[Tensor, Tensor | None]:
+    """Sums over all blocks of keys before each border of blocks, [B, H, borders, F, E + 1], and over all after it.
+
+    Each is summed from its own end: a difference of sums would lose digits.
+    """
+    blocks = -(-keys.shape[2] // _BLOCK)
+    end = (0, 0, 0, blocks * _BLOCK - keys.shape[2])
+    keys, values = (F.pad(x, end).unflatten(2, (blocks, _BLOCK)) for x in (keys, values))
+    sums = F.pad(keys.transpose(-2, -1) @ values, (0, 0, 0, 0, 1, 1))
+    before = sums[:, :, :-1].cumsum(2)
+    return before, None if causal else sums[:, :, 1:].flip(2).cumsum(2).flip(2)
+
+
+def continue_heads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    state: State | None,
+    *,
+    window: int,
+    mix: Tensor | None,
+    **ways: Any,
+) -> tuple[Tensor, State]:
+    """Causal linear attention after the keys of a state, and the state with the new ones.
+
+    The state holds `sums` of features times values and a one, [B, G, F, E + 1], with learned maps [B, H, F, E + 1]; with
+    a window, only of keys that it no longer reaches, and the others as a ring.
+    """
+    sums = None if state is None else state["sums"]
+    ways = {"window": window, "mix": mix, **ways}
+    ring = extended(state, k, v, key_mask) if window else {}
+    if window:
+        k, v, key_mask = content(ring)
+    if window and sums is not None and q.shape[2] == 1 and k.shape[2] <= window:
+        out, sums = _newest_query(q, k, v, key_mask, sums, **ways)
+    else:
+        out, sums = linear_heads(q, k, v, key_mask, causal=True, sums=sums, **ways)
+    assert sums is not None, "causal sums always are"
+    return out, {"sums": sums, **(newest(ring, window - 1) if window else {})}
+
+
+def _newest_query(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    sums: Tensor,
+    *,
+    feature_map: str,
+    maps: tuple[Tensor, Tensor] | None,
+    window: int,
+    mix: Tensor,
+    scale: float,
+    input_scale: float,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """A single query whose window holds all stored keys: pairs with these, and the sums of all others."""
+    if sharing(q, k) > 1:
+        form = {"feature_map": feature_map, "window": window, "scale": scale, "input_scale": input_scale, "eps": eps}
+        results = [
+            _newest_query(q[:, turn], k, v, key_mask, own, **parts, **form)
+            for turn, own, parts in own_parts(q, k, sums, maps, mix)
+        ]
+        return in_order([out for out, _ in results]), joined_sums([each for _, each in results], maps)
+    query_map, key_map = maps or (None, None)
+    near = None if key_mask is None else key_mask[:, None, None]
+    with without_autocast(q.device.type):
+        query, keys, values = (x.to(sums.dtype) for x in (q, k, v))
+        values = F.pad(values, (0, 1), value=1.0)
+        weights = near_weights(query @ keys.transpose(2, 3) * scale, near, mix)
+        read = features(scaled(query, input_scale), feature_map, query_map) @ sums
+        out = divided(weights @ values + read, eps)
+        if k.shape[2] == window:
+            oldest = features(scaled(keys[:, :, :1], input_scale), feature_map, key_map)
+            oldest = oldest if key_mask is None else oldest * key_mask[:, None, :1, None]
+            sums = sums + oldest.transpose(2, 3) @ values[:, :, :1]
+    return out.to(q.dtype), sums

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from approx_kernels.cpu.compile import call
 from approx_kernels.cpu.structs import LinearStep, address, rows_of
-from approx_kernels.ops.linear.features import FEATURE_MAPS
+from approx_kernels.ops.linear.reference import FEATURE_MAPS
 from approx_kernels.runtime.custom_op import custom_op
-from approx_kernels.tokens.grouped import empty_rows
+from approx_kernels.tokens import empty_rows
 
 
 def attend_newest(

@@ -11,7 +11,7 @@ from torch import Tensor
 from approx_kernels.gpu.launch import cut, launch, power, precision, sizes, strides
 from approx_kernels.ops.linear.triton_scan import linear_scan_kernel, linear_sums_kernel
 from approx_kernels.runtime.custom_op import custom_op
-from approx_kernels.tokens.grouped import empty_gradients, empty_rows
+from approx_kernels.tokens import empty_gradients, empty_rows
 
 # Programs that fill a large card; few heads are cut into as many segments, of no fewer rows than this.
 PROGRAMS = 264

@@ -16,10 +16,9 @@ from approx_kernels.gpu.launch import cut, launch, sizes
 from approx_kernels.ops.linear.reference import joined_sums, own_parts
 from approx_kernels.ops.linear.triton_heads import as_features, attend
 from approx_kernels.ops.linear.triton_tiles import features, read_rows, real
-from approx_kernels.runtime.autocast import without_autocast
 from approx_kernels.runtime.custom_op import custom_op
-from approx_kernels.tokens.grouped import in_order, sharing
-from approx_kernels.tokens.ring import State
+from approx_kernels.runtime.pytorch import without_autocast
+from approx_kernels.tokens import State, in_order, sharing
 
 STEP = (cut(4, 1),)
 WIDE_STEP = (cut(8, 1),)

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from approx_kernels.gpu.language import obstacle
-from approx_kernels.ops.linear.features import features
+from approx_kernels.ops.linear.reference import features
 from approx_kernels.ops.linear.triton import linear_forward, most_features
-from approx_kernels.runtime.autocast import without_autocast
+from approx_kernels.runtime.pytorch import without_autocast
 
 FUSED = ("elu", "relu")
 

@@ -9,7 +9,7 @@ from approx_kernels.ops.flash.samples import stretches
 from approx_kernels.ops.flash.triton import ENDLESS, flash_forward
 from approx_kernels.ops.linear.triton_heads import as_features, attend, inverted
 from approx_kernels.ops.linear.window_parts import joined_parts, reach
-from approx_kernels.runtime.autocast import without_autocast
+from approx_kernels.runtime.pytorch import without_autocast
 
 
 def windowed_kernels(

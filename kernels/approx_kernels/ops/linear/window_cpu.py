@@ -9,8 +9,8 @@ from approx_kernels.ops.linear.cpu import FUSED, features_obstacle, linear_batch
 from approx_kernels.ops.linear.features_cpu import map_features
 from approx_kernels.ops.linear.window_parts import joined_parts, reach
 from approx_kernels.ops.local.cpu import local_totals
-from approx_kernels.runtime.autocast import without_autocast
-from approx_kernels.tokens.padding import blank_padding
+from approx_kernels.runtime.pytorch import without_autocast
+from approx_kernels.tokens import blank_padding
 
 
 def obstacle(q: Tensor) -> str | None:

@@ -1,7 +1,5 @@
 """Local attention: exact softmax attention within a window."""
 
-from functools import partial
-
 from torch import Tensor
 
 from approx_kernels.dispatch.implementation import choose
@@ -9,9 +7,8 @@ from approx_kernels.gpu.language import ranked
 from approx_kernels.ops.flash.api import flash, flash_obstacle
 from approx_kernels.ops.key_lists.cpu import obstacle
 from approx_kernels.ops.local.cpu import local_lists
-from approx_kernels.ops.local.reference import local_blocks
-from approx_kernels.tokens.grouped import in_turns
-from approx_kernels.tokens.shapes import check_form, check_least, check_shapes
+from approx_kernels.ops.local.reference import local_attention as plain_attention
+from approx_kernels.tokens import check_form, check_least, check_shapes
 
 
 def local_attention(
@@ -62,5 +59,4 @@ def local_attention(
         return flash(q, k, v, key_mask, scale=scale, left=left, right=right, impl="triton")[0]
     if run == "cpu":
         return local_lists(q, k, v, key_mask, left=left, right=right, scale=scale, dropout=dropout)
-    attend = partial(local_blocks, key_mask=key_mask, left=left, right=right, scale=scale, dropout=dropout)
-    return in_turns(attend, q, k, v)
+    return plain_attention(q, k, v, key_mask, left=left, right=right, scale=scale, dropout=dropout)

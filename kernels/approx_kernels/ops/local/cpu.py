@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from approx_kernels.ops.key_lists.cpu import FAR, WINDOW_ROWS, attend, attend_lists
-from approx_kernels.tokens.padding import blank_for_gradients
+from approx_kernels.tokens import blank_for_gradients
 
 
 def local_lists(

@@ -1,15 +1,32 @@
 """Local attention: each block of queries against the keys in its reach."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from approx_kernels.runtime.sdpa import sdpa
-from approx_kernels.tokens.padding import blank_padding
-from approx_kernels.tokens.stretches import stretches
+from approx_kernels.runtime.pytorch import sdpa
+from approx_kernels.tokens import blank_padding, in_turns, stretches
 
 # Small enough to compute little outside the window, large enough to keep a fused kernel busy.
 _BLOCK = 64
+
+
+def local_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None = None,
+    *,
+    left: int,
+    right: int,
+    scale: float,
+    dropout: float = 0.0,
+) -> Tensor:
+    """The op of this name in `api.py`, which explains the arguments and checks them."""
+    attend = partial(local_blocks, key_mask=key_mask, left=left, right=right, scale=scale, dropout=dropout)
+    return in_turns(attend, q, k, v)
 
 
 def local_blocks(

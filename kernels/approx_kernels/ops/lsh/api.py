@@ -1,36 +1,37 @@
 """Attention among tokens that locality-sensitive hashing groups together."""
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from approx_kernels.dispatch.implementation import choose
 from approx_kernels.gpu.language import ranked
 from approx_kernels.ops.exact.api import exact_attention
 from approx_kernels.ops.flash.api import flash_obstacle
-from approx_kernels.ops.lsh.buckets import bucket_plan
-from approx_kernels.ops.lsh.clusters import cluster_plan
 from approx_kernels.ops.lsh.cpu import Notes, bucket_lists, obstacle, sorted_lists
-from approx_kernels.ops.lsh.hashing import VARIANTS, draw_projections, unit_keys
-from approx_kernels.ops.lsh.plan import Plan
-from approx_kernels.ops.lsh.reference import dense_union
+from approx_kernels.ops.lsh.reference import (
+    VARIANTS,
+    draw_projections,
+    is_exact,
+    own_key,
+    unit_keys,
+    without_padded_queries,
+)
+from approx_kernels.ops.lsh.reference import lsh_attention as plain_attention
 from approx_kernels.ops.lsh.triton import round_by_round, sorted_tiles
-from approx_kernels.ops.lsh.union import tile_union
-from approx_kernels.runtime.autocast import without_autocast
-from approx_kernels.runtime.observed import without_functions
-from approx_kernels.tokens.grouped import in_turns
-from approx_kernels.tokens.padding import blank_for_gradients, blank_padding
-from approx_kernels.tokens.shapes import check_form, check_least, check_part, check_shapes, check_word
-from approx_kernels.tokens.stretches import without_padding
+from approx_kernels.runtime.pytorch import without_autocast
+from approx_kernels.tokens import (
+    blank_for_gradients,
+    check_form,
+    check_least,
+    check_part,
+    check_shapes,
+    check_word,
+    in_turns,
+    without_padding,
+)
 
 __all__ = ["VARIANTS", "draw_projections", "lsh_attention"]
-
-# Tokens of all heads sorted together on a CPU: the tables of more do not fit into its caches.
-_TOGETHER = 2**16
 
 
 def lsh_attention(
@@ -100,7 +101,7 @@ def lsh_attention(
     check_shapes(q, k, v, key_mask)
     check_form(scale, dropout, dedup=dedup, causal=causal)
     check_word("variant", variant, VARIANTS)
-    heads, length, keys = q.shape[1], q.shape[2], k.shape[2]
+    length, keys = q.shape[2], k.shape[2]
     lifted = variant == "asymmetric" and not causal
     check_part("projections", projections, q, "rounds", q.shape[3] + 2 * lifted, 1 if lifted else "columns")
     check_least("cluster", cluster, 1)
@@ -114,14 +115,14 @@ def lsh_attention(
         no_cpu = _obstacle(length, keys, key_mask, causal) or obstacle(q)
         ways = {"cpu": no_cpu, "tiles": None, "reference": None}
         run = choose("lsh_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways), q)
-        if variant == "asymmetric" and max(length, keys) <= (2 * cluster if causal else cluster):
+        if is_exact(length, keys, variant=variant, cluster=cluster, causal=causal):
             return exact_attention(q, k, v, key_mask, causal=causal, scale=scale, dropout=dropout)
-        own = "last resort" if variant == "shared" else "always" if causal else "as any other"
         form = {"projections": projections, "cluster": cluster, "scale": scale}
         kind = {**form, "variant": variant, "dedup": dedup}
         if run == "triton":
             if variant == "asymmetric" and not (dedup or causal) and key_mask is None:
                 return in_turns(partial(sorted_tiles, **form), q, k, v)
+            own = own_key(variant, causal)
             rounds = partial(round_by_round, key_mask=key_mask, **kind, buckets=buckets, causal=causal, own=own)
             return in_turns(rounds, q, k, v)
         if run == "cpu":
@@ -132,41 +133,9 @@ def lsh_attention(
                 # Without padding there are no positions either: with L > S all queries take part.
                 return attend(q, made, v) if key_mask is None else without_padding(attend, q, made, v, key_mask)
             out = bucket_lists(q, made, v, key_mask, **kind, dropout=dropout, notes=notes)
-        else:
-            how = {"projections": projections, "variant": variant, "cluster": cluster}
-            make = partial(bucket_plan, **how) if causal else partial(cluster_plan, **how, buckets=buckets)
-            union = dense_union if run == "reference" or without_functions() else tile_union
-            attend_heads = partial(_planned, make, union, own=own, scale=scale, dedup=dedup, dropout=dropout)
-            wide = torch.promote_types(q.dtype, torch.float32)
-            together = max(1, _TOGETHER // (q.shape[0] * keys)) if q.device.type == "cpu" else heads
-
-            def attend_all(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                k = unit_keys(q, k) if variant == "shared" else k
-                parts = zip(*(x.split(together, 1) for x in (q, k, v)), strict=True)
-                return torch.cat(
-                    [attend_heads(some_q, some_k, some_v, key_mask) for some_q, some_k, some_v in parts], 1
-                )
-
-            out = in_turns(attend_all, *(x.to(wide) for x in blank_padding(q, k, v, key_mask)))
-        if key_mask is not None and (causal or length == keys):
-            # A query without a position (L > S) sees nothing anyway.
-            real = key_mask[:, max(keys - length, 0) :]
-            out = out.masked_fill(~F.pad(real, (length - real.shape[1], 0))[:, None, :, None], 0.0)
-        return out.to(q.dtype)
-
-
-def _planned(
-    make: Callable[..., Plan],
-    attend: Callable[..., Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    **settings: Any,
-) -> Tensor:
-    with torch.no_grad():
-        plan = make(q, k, key_mask)
-    return attend(q, k, v, plan, **settings)
+            return without_padded_queries(out, key_mask, keys, causal=causal).to(q.dtype)
+    dense = run == "reference"
+    return plain_attention(q, k, v, key_mask, **kind, buckets=buckets, causal=causal, dropout=dropout, dense=dense)
 
 
 def _obstacle(queries: int, keys: int, key_mask: Tensor | None, causal: bool) -> str | None:

@@ -16,7 +16,7 @@ from approx_kernels.ops.lsh.sorting_cpu import (
     sort_codes,
     sort_tokens,
 )
-from approx_kernels.tokens.grouped import sharing
+from approx_kernels.tokens import sharing
 
 # Results about the keys of a cache between calls: their codes, and the sums that later codes need.
 Notes = dict[str, Tensor]

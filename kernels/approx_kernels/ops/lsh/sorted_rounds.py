@@ -5,8 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from approx_kernels.ops.lsh.buckets import bucket_stretches
-from approx_kernels.ops.lsh.clusters import cluster_stretches
+from approx_kernels.ops.lsh.reference import bucket_stretches, cluster_stretches
 
 
 class SortedRounds(NamedTuple):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from approx_kernels.ops.flash.listed import listed_attention
-from approx_kernels.ops.lsh.hashing import sort_numbers, unit_keys
+from approx_kernels.ops.lsh.reference import sort_numbers, unit_keys
 from approx_kernels.ops.lsh.sorted_rounds import sorted_rounds
 from approx_kernels.ops.lsh.triton_rounds import lsh_forward
 

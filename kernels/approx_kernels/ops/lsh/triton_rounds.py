@@ -13,7 +13,7 @@ from approx_kernels.ops.lsh.triton_backward import lsh_keys_kernel, lsh_queries_
 from approx_kernels.ops.lsh.triton_forward import lsh_forward_kernel
 from approx_kernels.ops.lsh.triton_tokens import lsh_tokens, shared
 from approx_kernels.runtime.custom_op import custom_op
-from approx_kernels.tokens.grouped import empty_rows
+from approx_kernels.tokens import empty_rows
 
 # By what they are given, see `kind`; all of them fit the smallest card.
 FORWARD = {

@@ -19,7 +19,7 @@ from approx_kernels.ops.lsh.triton_pairs import (
     scattered,
 )
 from approx_kernels.runtime.custom_op import custom_op
-from approx_kernels.tokens.grouped import empty_rows
+from approx_kernels.tokens import empty_rows
 
 TOKENS = (cut(4, 1, BT=32),)
 

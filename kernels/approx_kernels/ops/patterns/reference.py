@@ -6,9 +6,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from approx_kernels.ops.blocks.api import bigbird_lists, draw_blocks
-from approx_kernels.tokens.strides import CAUSAL_STRIDE, root_above, root_below
+from approx_kernels.runtime.pytorch import changes
+from approx_kernels.tokens import CAUSAL_STRIDE, check_draw, check_least, root_above, root_below
+
+# Query blocks with their own draws; later blocks reuse them.
+_DRAWN_BLOCKS = 1024
+# Cached lists by draws, for a limited number of block counts each.
+_LISTS = WeakTensorKeyDictionary()
+_KEPT = 64
 
 
 def pattern_mask(name: str, length: int, causal: bool, settings: Mapping[str, Any]) -> Tensor:
@@ -67,6 +75,56 @@ def left_out(
     taken = [steps[head % len(steps)] for head in range(heads)]
     kept = [float((seen.any(0) if step is None else seen[step - 1]).sum()) for step in taken]
     return 1 - sum(kept) / heads / float(allowed.sum())
+
+
+def draw_blocks(random: int, seed: int) -> Tensor:
+    """Numbers that choose the random blocks of each query block, [blocks, random], int64."""
+    check_draw(seed)
+    check_least("random", random, 0)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randint(2**31, (_DRAWN_BLOCKS, random), generator=generator, device="cpu")
+
+
+def bigbird_lists(blocks: int, draws: Tensor, compatible: bool) -> Sequence[Sequence[int]]:
+    """Ascending blocks of keys for each block of queries; empty for those that see all: the first and the last.
+
+    Lists are cached, since the next call probably needs the same ones.
+
+    Args:
+        blocks: Number of blocks.
+        draws: The result of `draw_blocks`.
+        compatible: Whether all random blocks repeat the first block, which is then listed that many more times.
+    """
+    count = changes(draws)
+    if count is None:
+        # Without a version counter a cached list might be stale.
+        return _listed_blocks(blocks, draws, compatible)
+    known = _LISTS.get(draws)
+    if known is None:
+        known = _LISTS[draws] = {}
+    lists = known.get(key := (blocks, compatible, count))
+    if lists is None:
+        if len(known) >= _KEPT:
+            known.clear()
+        lists = known[key] = _listed_blocks(blocks, draws, compatible)
+    return lists
+
+
+def _listed_blocks(blocks: int, draws: Tensor, compatible: bool) -> list[list[int]]:
+    rows = torch.arange(1, max(blocks - 1, 1), device="cpu")
+    seen = torch.stack([0 * rows, rows - 1, rows, rows + 1, 0 * rows + blocks - 1], 1)
+    # Duplicates, and draws for which no unseen block is left, get a number beyond all blocks.
+    beyond = 2**40
+    seen = seen.masked_fill(F.pad(seen.diff() == 0, (1, 0)), beyond).sort(1).values
+    for numbers in () if compatible else draws.cpu()[rows % len(draws)].unbind(1):
+        left = blocks - (seen < beyond).sum(1)
+        # The draw's index among the unseen blocks; it moves past the seen blocks before it.
+        other = numbers % left.clamp(min=1)
+        other = other + (seen - torch.arange(seen.shape[1], device="cpu") <= other[:, None]).sum(1)
+        seen = torch.cat([seen, other.masked_fill(left == 0, beyond)[:, None]], 1).sort(1).values
+    again = [0] * draws.shape[1] if compatible else []
+    between = [again + [block for block in listed if block < beyond] for listed in seen.tolist()]
+    return [[], *between, []][:blocks]
 
 
 def _local(i: Tensor, j: Tensor, n: int, causal: bool, settings: Mapping[str, Any]) -> list[Tensor]:

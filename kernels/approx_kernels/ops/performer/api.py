@@ -11,19 +11,37 @@ from approx_kernels.gpu.language import ranked
 from approx_kernels.ops.linear.decode import state_obstacle
 from approx_kernels.ops.linear.reference import drop_keys
 from approx_kernels.ops.performer.cpu import obstacle, performer_batch, performer_continue
-from approx_kernels.ops.performer.estimators import ESTIMATORS, Fitted, fit_estimator
-from approx_kernels.ops.performer.projection import draw_projection
-from approx_kernels.ops.performer.reference import performer_heads
+from approx_kernels.ops.performer.reference import (
+    ESTIMATORS,
+    KERNELS,
+    SUMS,
+    Fitted,
+    draw_projection,
+    fit_estimator,
+    mixed,
+    of_own_rows,
+    with_share,
+)
+from approx_kernels.ops.performer.reference import performer_attention as plain_attention
+from approx_kernels.ops.performer.reference import performer_decode as plain_decode
 from approx_kernels.ops.performer.triton_heads import (
     performer_kernels,
     performer_obstacle,
     performer_prompt,
     prompt_obstacle,
 )
-from approx_kernels.ops.performer.uniform import SUMS, mixed
-from approx_kernels.tokens.grouped import in_order, in_turns, sharing, turns
-from approx_kernels.tokens.ring import State
-from approx_kernels.tokens.shapes import check_form, check_part, check_shapes, check_state, check_tensor, check_word
+from approx_kernels.tokens import (
+    State,
+    check_form,
+    check_part,
+    check_shapes,
+    check_state,
+    check_tensor,
+    check_word,
+    in_order,
+    in_turns,
+    turns,
+)
 
 __all__ = [
     "ESTIMATORS",
@@ -34,8 +52,6 @@ __all__ = [
     "performer_attention",
     "performer_decode",
 ]
-
-KERNELS = ("softmax", "relu")
 
 
 def performer_attention(
@@ -98,18 +114,18 @@ def performer_attention(
     """
     _check_parts(q, k, v, key_mask, projection, offsets, share, kernel)
     check_form(scale, dropout, causal=causal)
-    k, v = _of_own_rows(q, k, v, projection)
-    no_kernels = performer_obstacle(q, v, projection, dropout)
+    own_k, own_v = of_own_rows(q, k, v, projection)
+    no_kernels = performer_obstacle(q, own_v, projection, dropout)
     no_cpu = obstacle(q, projection, offsets)
     run = choose("performer_attention", impl, ranked(q, no_kernels, cpu=no_cpu, reference=None), q)
     how = {"projection": projection, "kernel": kernel, "causal": causal, "scale": scale}
-    v = drop_keys(v, dropout)
+    if run == "reference":
+        return plain_attention(q, k, v, key_mask, **how, offsets=offsets, share=share, dropout=dropout)
+    v = drop_keys(own_v, dropout)
     if run == "triton":
-        out = in_turns(partial(performer_kernels, key_mask=key_mask, **how), q, k, v)
-    elif run == "cpu":
-        out = performer_batch(q, k, v, key_mask, **how, offsets=offsets)
+        out = in_turns(partial(performer_kernels, key_mask=key_mask, **how), q, own_k, v)
     else:
-        out, _ = performer_heads(q, k, v, key_mask, **how, offsets=offsets)
+        out = performer_batch(q, own_k, v, key_mask, **how, offsets=offsets)
     return out if share is None else mixed(out, v, key_mask, share, causal=causal)[0]
 
 
@@ -144,7 +160,7 @@ def performer_decode(
     """
     _check_parts(q, k, v, key_mask, projection, offsets, share, kernel)
     check_form(scale)
-    k, v = _of_own_rows(q, k, v, projection)
+    k, v = of_own_rows(q, k, v, projection)
     if state is not None:
         batch, heads = k.shape[:2]
         shapes: dict[str, Sequence[int]] = {"sums": (batch, heads, projection.shape[-2], v.shape[3] + 1)}
@@ -155,27 +171,17 @@ def performer_decode(
     no_kernels = performer_obstacle(q, v, projection) or state_obstacle(q, k, v) or prompt_obstacle(q, k, state)
     run = choose("performer_decode", impl, ranked(q, no_kernels, cpu=no_cpu, reference=None), q)
     ways = {"projection": projection, "kernel": kernel, "scale": scale}
-    uniform = None if state is None else state.get(SUMS)
-    state = None if state is None else {name: x for name, x in state.items() if name != SUMS}
-    if run == "triton":
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, state: State | None) -> tuple[Tensor, State]:
+        if run == "cpu":
+            return performer_continue(q, k, v, key_mask, state, **ways, offsets=offsets)
         results = [performer_prompt(q[:, turn], k, v, key_mask, **ways) for turn in turns(q, k)]
         # Each turn produced the same state.
-        out, state = in_order([one for one, _ in results]), results[-1][1]
-    elif run == "cpu":
-        out, state = performer_continue(q, k, v, key_mask, state, **ways, offsets=offsets)
-    else:
-        out, state = performer_heads(q, k, v, key_mask, **ways, offsets=offsets, causal=True, state=state)
-    if share is None:
-        return out, state
-    out, uniform = mixed(out, v, key_mask, share, causal=True, earlier=uniform)
-    return out, state | {SUMS: uniform}
+        return in_order([one for one, _ in results]), results[-1][1]
 
-
-def _of_own_rows(q: Tensor, k: Tensor, v: Tensor, projection: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values repeated per query head if heads have their own rows, and so their own features of keys."""
-    if projection.ndim == 2 or sharing(q, k) == 1:
-        return k, v
-    return k.repeat_interleave(sharing(q, k), 1), v.repeat_interleave(sharing(q, v), 1)
+    if run == "reference":
+        return plain_decode(q, k, v, key_mask, state, **ways, offsets=offsets, share=share)
+    return with_share(attend, q, k, v, key_mask, state, share)
 
 
 def _check_parts(

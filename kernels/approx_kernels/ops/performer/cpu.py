@@ -4,10 +4,8 @@ import torch
 from torch import Tensor
 
 from approx_kernels.ops.linear.cpu import features_obstacle, linear_batch, linear_continue
-from approx_kernels.ops.performer.reference import EPS, FLOOR
-from approx_kernels.ops.performer.sums import lowest
-from approx_kernels.tokens.padding import blank_for_gradients
-from approx_kernels.tokens.ring import State
+from approx_kernels.ops.performer.reference import EPS, FLOOR, lowest
+from approx_kernels.tokens import State, blank_for_gradients
 
 
 def obstacle(q: Tensor, *rows: Tensor | None) -> str | None:

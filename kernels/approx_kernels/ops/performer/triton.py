@@ -10,7 +10,7 @@ from torch import Tensor
 
 from approx_kernels.ops.performer.triton_launches import CHUNK, Launches, chunks_of, empty
 from approx_kernels.runtime.custom_op import custom_op
-from approx_kernels.tokens.grouped import empty_gradients, empty_rows
+from approx_kernels.tokens import empty_gradients, empty_rows
 
 
 def _fake_forward(

@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 from approx_kernels.gpu.language import obstacle
 from approx_kernels.ops.performer.triton import performer_forward
-from approx_kernels.runtime.autocast import without_autocast
-from approx_kernels.tokens.ring import State
+from approx_kernels.runtime.pytorch import without_autocast
+from approx_kernels.tokens import State
 
 
 def performer_obstacle(q: Tensor, v: Tensor, projection: Tensor, dropout: float = 0.0) -> str | None:

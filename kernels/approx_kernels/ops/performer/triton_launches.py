@@ -10,9 +10,7 @@ from torch import Tensor
 
 from approx_kernels.gpu.launch import Configuration, cut, launch, power, precision, sizes, strides
 from approx_kernels.ops.linear.triton import segments
-from approx_kernels.ops.performer.causal import RISE
-from approx_kernels.ops.performer.reference import FLOOR
-from approx_kernels.ops.performer.sums import lowest
+from approx_kernels.ops.performer.reference import FLOOR, RISE, lowest
 from approx_kernels.ops.performer.triton_backward import (
     performer_dq_kernel,
     performer_keys_kernel,

@@ -1,7 +1,6 @@
 """Strided attention: a window and every l-th token."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -12,12 +11,18 @@ from approx_kernels.ops.flash.api import flash_obstacle
 from approx_kernels.ops.flash.padding import under_padding
 from approx_kernels.ops.key_lists.cpu import obstacle
 from approx_kernels.ops.strided.cpu import strided_lists
-from approx_kernels.ops.strided.reference import strided_heads
+from approx_kernels.ops.strided.reference import strided_attention as plain_attention
 from approx_kernels.ops.strided.triton import strided_tiles
-from approx_kernels.tokens.grouped import in_turns
-from approx_kernels.tokens.shapes import check_form, check_shapes, check_steps, checked_stride
-from approx_kernels.tokens.stretches import by_step, without_padding
-from approx_kernels.tokens.strides import root_above, same_stride
+from approx_kernels.tokens import (
+    by_step,
+    check_form,
+    check_shapes,
+    check_steps,
+    checked_stride,
+    root_above,
+    same_stride,
+    without_padding,
+)
 
 __all__ = ["root_above", "strided_attention"]
 
@@ -76,12 +81,13 @@ def strided_attention(
 
         return by_step(attend, q, k, v, steps)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, step: int | None) -> Tensor:
+    def lists(q: Tensor, k: Tensor, v: Tensor, step: int | None) -> Tensor:
         how: dict[str, Any] = {"causal": causal, "step": step, "scale": scale, "dropout": dropout}
-        if run == "cpu":
-            return strided_lists(q, k, v, stride=stride(k.shape[2]), **how)
-        return in_turns(partial(strided_heads, stride=stride(k.shape[2]), **how), q, k, v)
+        return strided_lists(q, k, v, stride=stride(k.shape[2]), **how)
 
     if run == "triton":
         return under_padding(tiles, q, k, v, key_mask, same_stride(stride, k.shape[2]))
-    return without_padding(lambda q, k, v: by_step(attend, q, k, v, steps), q, k, v, key_mask)
+    if run == "cpu":
+        return without_padding(lambda q, k, v: by_step(lists, q, k, v, steps), q, k, v, key_mask)
+    form = {"stride": stride, "causal": causal, "steps": steps, "scale": scale, "dropout": dropout}
+    return plain_attention(q, k, v, key_mask, **form)

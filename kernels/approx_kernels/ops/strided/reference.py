@@ -1,16 +1,17 @@
 """Strided attention: a window, and every l-th token by transposing to l columns of S / l tokens."""
 
 import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from approx_kernels.ops.global_tokens.reference import window_blocks
-from approx_kernels.runtime.observed import without_functions
-from approx_kernels.runtime.sdpa import sdpa
-from approx_kernels.tokens.stretches import stretches
+from approx_kernels.ops.exact.reference import window_blocks
+from approx_kernels.runtime.pytorch import sdpa, without_functions
+from approx_kernels.tokens import by_step, in_turns, stretches, without_padding
 
 # Numbers in a working set: 1 MiB of float32, about the size of a core's own cache.
 _CACHED = 2**18
@@ -18,6 +19,27 @@ _CACHED = 2**18
 _BLOCK = 64
 
 Part = tuple[Tensor, Tensor, Tensor]
+
+
+def strided_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None = None,
+    *,
+    stride: Callable[[int], int],
+    causal: bool,
+    steps: Sequence[int | None] = (None,),
+    scale: float,
+    dropout: float = 0.0,
+) -> Tensor:
+    """The op of this name in `api.py`, which explains the arguments and checks them."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, step: int | None) -> Tensor:
+        how: dict[str, Any] = {"causal": causal, "step": step, "scale": scale, "dropout": dropout}
+        return in_turns(partial(strided_heads, stride=stride(k.shape[2]), **how), q, k, v)
+
+    return without_padding(lambda q, k, v: by_step(attend, q, k, v, steps), q, k, v, key_mask)
 
 
 def strided_heads(

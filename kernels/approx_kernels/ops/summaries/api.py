@@ -1,7 +1,6 @@
 """Attention inside blocks and to the summary columns of all blocks: fixed and full-information patterns."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, get_args
 
 from torch import Tensor
@@ -12,12 +11,21 @@ from approx_kernels.ops.flash.api import flash_obstacle
 from approx_kernels.ops.flash.padding import under_padding
 from approx_kernels.ops.key_lists.cpu import obstacle
 from approx_kernels.ops.summaries.cpu import summary_lists
-from approx_kernels.ops.summaries.reference import Inside, summary_blocks
+from approx_kernels.ops.summaries.reference import Inside, side_and_step
+from approx_kernels.ops.summaries.reference import summary_attention as plain_attention
 from approx_kernels.ops.summaries.triton import summary_tiles
-from approx_kernels.tokens.grouped import in_turns
-from approx_kernels.tokens.shapes import check_form, check_least, check_shapes, check_steps, check_word, checked_stride
-from approx_kernels.tokens.stretches import by_step, without_padding
-from approx_kernels.tokens.strides import root_below, same_stride
+from approx_kernels.tokens import (
+    by_step,
+    check_form,
+    check_least,
+    check_shapes,
+    check_steps,
+    check_word,
+    checked_stride,
+    root_below,
+    same_stride,
+    without_padding,
+)
 
 __all__ = ["root_below", "summary_attention"]
 
@@ -85,9 +93,7 @@ def summary_attention(
     run = choose("summary_attention", impl, ranked(q, flash_obstacle(q, v, dropout), **ways), q)
 
     def how(keys: int, step: int | None) -> dict[str, Any]:
-        side: Inside = inside
-        if inside == "both" and step is not None:
-            side, step = ("past", step) if step < 3 else ("future", step - 2)
+        side, step = side_and_step(inside, step)
         settings = {"stride": stride(keys), "summary": summary, "causal": causal, "scale": scale}
         return settings | {"inside": side, "step": step}
 
@@ -97,15 +103,15 @@ def summary_attention(
 
         return by_step(attend, q, k, v, steps)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, step: int | None) -> Tensor:
-        own = how(k.shape[2], step)
-        if run == "cpu":
-            return summary_lists(q, k, v, **own, dropout=dropout)
-        return in_turns(partial(summary_blocks, **own, dropout=dropout), q, k, v)
+    def lists(q: Tensor, k: Tensor, v: Tensor, step: int | None) -> Tensor:
+        return summary_lists(q, k, v, **how(k.shape[2], step), dropout=dropout)
 
     if run == "triton":
         # The summary of a partial last block ends where the sample does, unless it consists of the first columns.
         apart = not causal and inside != "future"
         alike = (lambda count: count) if apart else same_stride(stride, k.shape[2])
         return under_padding(tiles, q, k, v, key_mask, alike)
-    return without_padding(lambda q, k, v: by_step(attend, q, k, v, steps), q, k, v, key_mask)
+    if run == "cpu":
+        return without_padding(lambda q, k, v: by_step(lists, q, k, v, steps), q, k, v, key_mask)
+    form = {"stride": stride, "summary": summary, "inside": inside, "causal": causal, "steps": steps, "scale": scale}
+    return plain_attention(q, k, v, key_mask, **form, dropout=dropout)

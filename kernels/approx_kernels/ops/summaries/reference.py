@@ -1,14 +1,48 @@
 """Attention of each block of queries to its own keys and to the summary columns of the other blocks."""
 
-from typing import Literal
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from approx_kernels.runtime.sdpa import sdpa
+from approx_kernels.runtime.pytorch import sdpa
+from approx_kernels.tokens import by_step, in_turns, without_padding
 
 Inside = Literal["all", "past", "future", "both"]
+
+
+def summary_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None = None,
+    *,
+    stride: Callable[[int], int],
+    summary: int,
+    inside: Inside,
+    causal: bool,
+    steps: Sequence[int | None] = (None,),
+    scale: float,
+    dropout: float = 0.0,
+) -> Tensor:
+    """The op of this name in `api.py`, which explains the arguments and checks them."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, step: int | None) -> Tensor:
+        side, step = side_and_step(inside, step)
+        form: dict[str, Any] = {"stride": stride(k.shape[2]), "summary": summary, "inside": side, "step": step}
+        return in_turns(partial(summary_blocks, **form, causal=causal, scale=scale, dropout=dropout), q, k, v)
+
+    return without_padding(lambda q, k, v: by_step(attend, q, k, v, steps), q, k, v, key_mask)
+
+
+def side_and_step(inside: Inside, step: int | None) -> tuple[Inside, int | None]:
+    """Which side a step sees, and its number there: with `both`, steps 1 and 2 are those of the past, 3 and 4 of the future."""
+    if inside != "both" or step is None:
+        return inside, step
+    return ("past", step) if step < 3 else ("future", step - 2)
 
 
 def summary_blocks(

@@ -9,10 +9,9 @@ from approx_kernels.dispatch.implementation import choose
 from approx_kernels.gpu.language import ranked
 from approx_kernels.ops.flash.api import flash_obstacle
 from approx_kernels.ops.topk.cpu import obstacle, topk_rows
-from approx_kernels.ops.topk.reference import topk_blocks
+from approx_kernels.ops.topk.reference import topk_attention as plain_attention
 from approx_kernels.ops.topk.triton import topk_gathered
-from approx_kernels.tokens.grouped import in_turns
-from approx_kernels.tokens.shapes import check_form, check_least, check_shapes
+from approx_kernels.tokens import check_form, check_least, check_shapes, in_turns
 
 
 def topk_attention(
@@ -63,4 +62,4 @@ def topk_attention(
         return in_turns(partial(topk_gathered, **how), q, k, v)
     if run == "cpu":
         return topk_rows(q, k, v, **how, dropout=dropout)
-    return in_turns(partial(topk_blocks, **how, dropout=dropout), q, k, v)
+    return plain_attention(q, k, v, **how, dropout=dropout)

@@ -9,9 +9,9 @@ from approx_kernels.cpu.compile import call
 from approx_kernels.cpu.compile import obstacle as c_obstacle
 from approx_kernels.cpu.dropout import draw_seed, dropped
 from approx_kernels.cpu.structs import TopK, TopKBackward, address, rows_of
-from approx_kernels.runtime.autocast import without_autocast
 from approx_kernels.runtime.custom_op import custom_op
-from approx_kernels.tokens.grouped import empty_gradients, empty_rows, summed
+from approx_kernels.runtime.pytorch import without_autocast
+from approx_kernels.tokens import empty_gradients, empty_rows, summed
 
 
 def obstacle(q: Tensor) -> str | None:

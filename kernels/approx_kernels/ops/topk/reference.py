@@ -1,16 +1,33 @@
 """Exact top-k attention, one block of queries after another."""
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from approx_kernels.runtime.autocast import without_autocast
-from approx_kernels.tokens.padding import blank_padding
+from approx_kernels.runtime.pytorch import without_autocast
+from approx_kernels.tokens import blank_padding, in_turns
 
 # Queries whose scores exist at a time.
 _BLOCK = 64
+
+
+def topk_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None = None,
+    *,
+    topk: int,
+    causal: bool,
+    scale: float,
+    dropout: float = 0.0,
+) -> Tensor:
+    """The op of this name in `api.py`, which explains the arguments and checks them."""
+    how = {"topk": topk, "causal": causal, "scale": scale, "dropout": dropout}
+    return in_turns(partial(topk_blocks, key_mask=key_mask, **how), q, k, v)
 
 
 def topk_blocks(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from approx_kernels.ops.topk.triton_launches import Launches
 from approx_kernels.runtime.custom_op import custom_op
-from approx_kernels.tokens.grouped import empty_gradients, empty_rows
+from approx_kernels.tokens import empty_gradients, empty_rows
 
 
 def topk_gathered(

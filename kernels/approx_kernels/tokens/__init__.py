@@ -1,1 +1,0 @@
-"""Shapes, padding, shared heads and stretches of tokens: pre- and postprocessing common to all ops."""

@@ -1,0 +1,179 @@
+# Travels with a checkpoint converted by approx (Apache-2.0); it needs torch and transformers, and nothing else.
+"""PyTorch operators, their observers, and files on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph is being captured; its inputs must stay alive, and synchronising is not allowed."""
+    # Builds without CUDA raise an error here.
+    return torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()
+
+
+# All private names of PyTorch in use, each with a fallback for versions that lack it.
+
+
+def _private(path: str) -> Any:
+    value: Any = torch
+    for name in path.split("."):
+        value = getattr(value, name, None)
+    return value
+
+
+_dispatch_modes = _private("_C._len_torch_dispatch_stack")
+_function_modes = _private("_C._len_torch_function_stack")
+_mode = _private("_C._get_dispatch_mode")
+_mode_keys = _private("_C._TorchDispatchModeKey")
+_tracing = _private("_C._is_tracing")
+_profiling = _private("autograd._profiler_enabled")
+_transforms = _private("_C._functorch.get_interpreter_stack")
+_transform_level = _private("_C._functorch.maybe_current_level")
+
+
+def answers_all() -> bool:
+    """Whether this version answers every question about observers."""
+    asked = _tracing, _transform_level, _transforms, _dispatch_modes, _mode, _mode_keys, _function_modes, _profiling
+    return None not in asked
+
+
+def is_tracing() -> bool:
+    """Whether `torch.jit.trace` is recording; False if unknown."""
+    return _tracing is not None and _tracing()
+
+
+def is_forward_mode() -> bool:
+    """Whether a level of forward-mode differentiation is open."""
+    return getattr(forward_ad, "_current_level", -1) >= 0
+
+
+def is_transformed() -> bool:
+    """Whether a transform of torch.func is active; False if unknown."""
+    return _transform_level is not None and _transform_level() is not None
+
+
+def transform_names() -> Sequence[str] | None:
+    """The active transforms of torch.func, such as `Vmap`."""
+    return None if _transforms is None else [each.key().name for each in _transforms() or ()]
+
+
+def has_dispatch_modes() -> bool:
+    """Whether a dispatch mode is active; False if unknown."""
+    return _dispatch_modes is not None and _dispatch_modes() > 0
+
+
+def has_mode_without_numbers() -> bool:
+    """Whether a dispatch mode uses fake or proxy tensors; False if unknown."""
+    if _mode is None or _mode_keys is None:
+        return False
+    return any(_mode(getattr(_mode_keys, name, None)) is not None for name in ("FAKE", "PROXY"))
+
+
+def has_function_modes() -> bool:
+    """Whether a function mode is active; False if unknown."""
+    return _function_modes is not None and _function_modes() > 0
+
+
+def is_profiled() -> bool:
+    """Whether a profiler is active; False if unknown."""
+    return _profiling is not None and _profiling()
+
+
+def changes(x: Tensor) -> int | None:
+    """The version counter of a tensor's in-place changes; None if there is none, as in inference mode."""
+    return None if x.is_inference() else getattr(x, "_version", None)
+
+
+# Detect observers of PyTorch operations: compilers, tracers, counters and derivatives, which cannot see direct calls of C.
+
+
+class Observer(Enum):
+    """Kinds of observers, with descriptions for messages."""
+
+    COMPILER = "torch.compile or torch.export"
+    TRACE = "torch.jit.trace"
+    TANGENTS = "forward-mode differentiation"
+    TRANSFORM = "a transform of torch.func, such as vmap or grad"
+    NUMBERLESS = "fake or meta tensors, or make_fx"
+    SUBCLASS = "a subclass of torch.Tensor"
+    DISPATCH_MODE = "a dispatch mode, such as a counter of operations"
+    UNKNOWN = "an observer that this version of PyTorch cannot report"
+    FUNCTION_MODE = "a function mode, such as `with torch.device(...)`"
+    PROFILER = "a profiler"
+
+
+# Values cannot be read, or the recorded operations will run on others: no branch and no shape may depend on values.
+_UNREADABLE = (Observer.COMPILER, Observer.TRACE, Observer.TRANSFORM, Observer.NUMBERLESS)
+
+
+def observed(*tensors: Tensor | None) -> Observer | None:
+    """The most demanding observer of operations on these tensors; None if there is none.
+
+    Observed calls go to a registered operator or to plain PyTorch, never directly to C. Ordinary reverse-mode autograd
+    does not count as an observer.
+    """
+    if is_compiling():
+        return Observer.COMPILER
+    if is_tracing():
+        return Observer.TRACE
+    # `torch.func.jvp` also counts as a transform, so check this first; `forward_ad.dual_level` does not.
+    if is_forward_mode():
+        return Observer.TANGENTS
+    if is_transformed():
+        return _of_transforms()
+    modes = has_dispatch_modes()
+    numberless = modes and has_mode_without_numbers()
+    if numberless or any(x is not None and _has_no_numbers(x) for x in tensors):
+        return Observer.NUMBERLESS
+    if any(x is not None and type(x) not in (Tensor, nn.Parameter) for x in tensors):
+        return Observer.SUBCLASS
+    if modes:
+        return Observer.DISPATCH_MODE
+    if not answers_all():
+        return Observer.UNKNOWN
+    if has_function_modes():
+        return Observer.FUNCTION_MODE
+    return Observer.PROFILER if is_profiled() else None
+
+
+def unreadable(*tensors: Tensor | None) -> bool:
+    """Whether no branch and no shape may depend on values: they cannot be read, or the operations will run on others."""
+    return observed(*tensors) in _UNREADABLE
+
+
+def without_functions() -> bool:
+    """Whether one of our `autograd.Function`s would fail, or remain a Python call in a trace."""
+    return observed() in (Observer.TRACE, Observer.TANGENTS, Observer.TRANSFORM)
+
+
+def _of_transforms() -> Observer:
+    names = transform_names()
+    if names is None:
+        return Observer.UNKNOWN
+    # All other transforms see PyTorch's operations like a dispatch mode.
+    return Observer.TRANSFORM if {"Vmap", "Grad"} & set(names) else Observer.DISPATCH_MODE
+
+
+def _has_no_numbers(x: Tensor) -> bool:
+    return x.is_meta or type(x).__name__ == "FakeTensor"
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention` with the same arguments.
+
+    Under forward-mode differentiation it uses the math backend, since the fused kernels have no such derivative.
+    """
+    if observed() is not Observer.TANGENTS:
+        return F.scaled_dot_product_attention(q, k, v, **settings)
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(q, k, v, **settings)

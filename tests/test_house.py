@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "approx.validation": "approx.errors approx.yaml_text",
     "approx.registration": "",
     "approx.mechanisms": "approx.errors approx_kernels",
-    "approx.seam": "approx.errors approx.paths approx.mechanisms approx_kernels",
+    "approx.seam": "approx.errors approx.mechanisms approx_kernels",
     "approx.checkpoints": "approx.errors approx.paths approx.version approx.validation approx.planning.positions approx.seam approx.mechanisms approx_kernels",
     "approx.planning": "approx.errors approx.validation approx.yaml_text approx.seam approx.mechanisms approx_kernels",
     "approx.conversion": "approx.errors approx.paths approx.text_file approx.version approx.planning approx.checkpoints approx.seam approx.mechanisms approx_kernels",
@@ -63,7 +63,7 @@ WITHOUT_TORCH = (
     "approx.errors",
 )
 # These rooms are copied into converted checkpoints, where only torch is guaranteed; triton is optional.
-TRAVELLING = ("approx_kernels", "approx.mechanisms", "approx.seam", "approx.errors", "approx.paths")
+TRAVELLING = ("approx_kernels", "approx.mechanisms", "approx.seam", "approx.errors")
 FORBIDDEN_NAMES = {"utils", "common", "core", "helpers", "misc"}
 
 
@@ -99,7 +99,7 @@ def broken_import_rules(source: str, module: str, is_package: bool = False) -> l
             wrong.append(f"{module} may not import {target}")
         if within(target, "approx.cli") and not speaks:
             wrong.append(f"{module} imports {target}, but nobody imports cli")
-        shared = any(within(target, f"approx.mechanisms.{name}") for name in ("mechanism", "steps"))
+        shared = within(target, "approx.mechanisms.mechanism")
         sibling = within(target, "approx.mechanisms") and not shared
         if sibling and within(module, "approx.mechanisms") and not is_package:
             wrong.append(f"{module} imports {target}, but no mechanism imports another")

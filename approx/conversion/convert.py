@@ -345,7 +345,7 @@ def _count_bytes(folder: Path) -> None:
 
 
 CARD = "README.md"
-# Description of the code of a slim folder, and of one with kernels.
+# Description of the code of a folder in plain PyTorch, and of one with kernels.
 _RUNS = {
     False: "That code is plain PyTorch; where the package `approx-attention` is installed, its faster C and Triton run in its place. "
     "No package index has it: install it from its repository, in a clone of which `pip install .` does it.",

@@ -331,7 +331,7 @@ def _begins_with(tensor: Tensor, start: Tensor) -> bool:
 def fresh_process(folder: Path, model: Any) -> Check:
     """Whether a new process without approx, approx_kernels and triton loads the folder and gives bit-equal outputs.
 
-    A slim folder runs plain PyTorch there, so it is compared with plain PyTorch here. The process runs the code that this
+    A folder without kernels runs plain PyTorch there, so it is compared with plain PyTorch here. The process runs the code that this
     version writes, and only if the folder's own code equals it.
     """
     name = "reload without approx is bit-equal"

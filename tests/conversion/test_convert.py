@@ -163,7 +163,7 @@ def test_what_is_read_is_not_deleted_by_force(converted, base, tmp_path):
 @pytest.mark.parametrize("name", ["weights", "code"])
 def test_a_converted_folder_that_was_changed_is_refused(name, converted, tmp_path):
     folder = shutil.copytree(converted[0], tmp_path / "copy")
-    path = folder / {"weights": "model.safetensors", "code": "approx_linear.py"}[name]
+    path = folder / {"weights": "model.safetensors", "code": "approx_mechanisms_linear.py"}[name]
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     with pytest.raises(ApproxError, match=path.name) as caught:
         checkpoint.load(folder)

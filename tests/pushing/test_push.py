@@ -41,7 +41,7 @@ def test_another_model_takes_the_place_of_the_first_and_no_file_of_it_stays(conv
     done = api.push(other, place.repo)
     assert "approx_mechanisms_local.py" in done["deleted"]
     files = place.files()
-    assert "approx_linear.py" in files
+    assert "approx_mechanisms_linear.py" in files
     assert "approx_mechanisms_local.py" not in files
     assert "notes.txt" in files
 
@@ -58,8 +58,8 @@ def test_a_push_to_a_branch_leaves_main_and_is_compared_with_its_own_commit(conv
     done = api.push(other, "ada/m", revision="second", public=True)
     refs = hub.repos["ada/m"].refs
     assert (refs["main"], refs["second"]) == (first["commit"], done["commit"])
-    assert "approx_linear.py" in Place("ada/m").files("second")
-    assert "approx_linear.py" not in Place("ada/m").files()
+    assert "approx_mechanisms_linear.py" in Place("ada/m").files("second")
+    assert "approx_mechanisms_linear.py" not in Place("ada/m").files()
     # A new branch begins with the files of main; those of the other model go.
     assert "approx_mechanisms_local.py" in done["deleted"]
     assert "approx_mechanisms_local.py" not in Place("ada/m").files("second")
@@ -112,8 +112,8 @@ def test_a_pull_request_is_opened_once(converted, other, place):
             raise
         pytest.skip("this hub has no pull requests")
     assert "/discussions/1" in done["pull_request"]
-    assert "approx_linear.py" in place.files("refs/pr/1")
-    assert "approx_linear.py" not in place.files()
+    assert "approx_mechanisms_linear.py" in place.files("refs/pr/1")
+    assert "approx_mechanisms_linear.py" not in place.files()
     again = api.push(other, place.repo, create_pr=True)
     assert again["identical"]
     assert again["url"] == done["pull_request"]

@@ -41,7 +41,7 @@ def test_a_run_pushes_its_variant_with_its_record_and_only_once(study, hub, tmp_
     made = run(asked, tmp_path / "run", command=f"approx run {HOME}/ada/study.yaml", pushed=outcomes.append)
     files = hub.repos["ada/study"].commits[outcomes[0]["commit"]]
     assert hub.repos["ada/study"].private
-    assert {"model.safetensors", "approx_linear.py", "records/record-1.json"} <= files.keys()
+    assert {"model.safetensors", "approx_mechanisms_linear.py", "records/record-1.json"} <= files.keys()
     pushed = json.loads(files["records/record-1.json"])
     assert pushed["quality"][0]["variants"][0]["scores"] == made.quality[0].variants[0].scores
     assert pushed["command"] == ""

@@ -16,7 +16,7 @@ from approx_kernels.runtime.pytorch import needs_pytorch
 
 # Some ops have more, which their errors and docstrings name.
 IMPLEMENTATIONS = ("auto", "plain", "reference", "cpu", "triton")
-# `plain` is the first of these that an op has: only PyTorch's own operations, without our C or Triton, as in a slim
+# `plain` is the first of these that an op has: only PyTorch's own operations, without our C or Triton, as in a
 # converted folder.
 IN_PYTORCH = ("fused", "tiles", "reference")
 # Those in plain PyTorch: the specification of an op, and its tiled form for long inputs.

@@ -13,10 +13,10 @@ sys.path.extend(str(Path(__file__).resolve().parent.parent / name) for name in (
 from approx import recipe
 from approx.api import push
 from approx.checkpoints.history import RECEIPT, Receipt
+from approx.checkpoints.manifest import accept
 from approx.conversion.convert import convert
 from approx.evaluation import record
 from approx.planning.plan import Plan
-from approx.seam.manifest import accept
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "reports" / "push-example"

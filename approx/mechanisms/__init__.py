@@ -51,7 +51,7 @@ MECHANISMS |= {
 # Those whose code a converted folder can carry. What is added to `MECHANISMS` at run time works in memory only.
 BUILT_IN = MappingProxyType(dict(MECHANISMS))
 
-Mechanism.as_one_operator = attend_as_one_operator
+Mechanism.as_one_operator = attend_as_one_operator  # pyright: ignore[reportAttributeAccessIssue]  # it names its arguments
 for kind in MECHANISMS.values():
     # Exported programs name the classes that their operators run.
     name_kind(kind)

@@ -25,8 +25,8 @@ def main(name: str) -> None:
     torch.manual_seed(0)
     tokenizer = tiny_tokenizer()
     tokenizer.model_max_length = 64
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    config = BertConfig(**sizes, vocab_size=len(tokenizer), max_position_embeddings=64)
+    config = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    config.vocab_size, config.max_position_embeddings = len(tokenizer), 64
     with tempfile.TemporaryDirectory() as scratch:
         # The folder names its base, which must be no place of this machine.
         os.chdir(scratch)

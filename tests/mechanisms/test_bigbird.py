@@ -5,7 +5,7 @@ import torch
 
 from approx.mechanisms.bigbird import BigBirdAttention
 from approx_kernels.ops.blocks.api import bigbird_lists, draw_blocks
-from approx_kernels.ops.blocks.reference import _KEPT, _LISTS
+from approx_kernels.ops.patterns.reference import _KEPT, _LISTS
 
 
 @pytest.mark.parametrize("length", [1, 5, 11, 12, 30, 65])

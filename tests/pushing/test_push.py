@@ -188,7 +188,12 @@ def other_weights(folder, other):
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [(damaged, "config.json"), (without_a_file, "approx_mechanisms_local.py"), (another_model, ""), (other_weights, "difference")],
+    [
+        (damaged, "config.json"),
+        (without_a_file, "approx_mechanisms_local.py"),
+        (another_model, ""),
+        (other_weights, "difference"),
+    ],
 )
 def test_what_comes_back_is_compared(converted, other, hub, monkeypatch, change, said):
     download = pushing.Remote.download

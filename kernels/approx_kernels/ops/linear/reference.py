@@ -31,9 +31,9 @@ def linear_attention(
     dropout: float = 0.0,
 ) -> Tensor:
     """The op of this name in `api.py`, which explains the arguments and checks them."""
-    form = {"feature_map": feature_map, "maps": maps, "window": window, "mix": mix if window else None}
-    how = {"scale": scale, "input_scale": input_scale, "eps": eps, "dropout": dropout}
-    return linear_heads(q, k, v, key_mask, causal=causal, **form, **how)[0]
+    form: dict[str, Any] = {"feature_map": feature_map, "maps": maps, "window": window, "mix": mix if window else None}
+    form |= {"scale": scale, "input_scale": input_scale, "eps": eps, "dropout": dropout}
+    return linear_heads(q, k, v, key_mask, causal=causal, **form)[0]
 
 
 def linear_decode(

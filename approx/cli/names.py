@@ -13,12 +13,12 @@ from approx.errors import did_you_mean
 
 @cache
 def written(module: str, table: str) -> tuple[str, ...]:
-    """The keys of a dictionary, or the elements of a tuple, that a module defines; read from its source, not imported."""
+    """The keys of a dictionary, or the elements of a tuple, that a module defines or fills; read from its source, not imported."""
     spec = find_spec(module)
     if spec is None or spec.origin is None:
         raise ImportError(f"The source of {module} is missing")
     for node in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body:
-        targets = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
+        targets = [node.target] if isinstance(node, ast.AnnAssign | ast.AugAssign) else getattr(node, "targets", [])
         if any(isinstance(target, ast.Name) and target.id == table for target in targets):
             value = getattr(node, "value", None)
             parts = value.keys if isinstance(value, ast.Dict) else getattr(value, "elts", [])

@@ -31,10 +31,12 @@ class ApproxError(ValueError):
     Args:
         message: One or more plain sentences; several mistakes are on separate lines.
         exit_code: Exit code of the command line.
+        allowed: What the setting may be whose value is wrong, in words.
     """
 
-    def __init__(self, message: str, exit_code: Exit = Exit.USAGE) -> None:
+    def __init__(self, message: str, exit_code: Exit = Exit.USAGE, allowed: str = "") -> None:
         super().__init__(message)
+        self.allowed = allowed
         self.exit_code = exit_code
 
 

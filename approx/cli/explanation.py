@@ -1,6 +1,5 @@
 """Commands that explain what there is: mechanisms, tasks."""
 
-import re
 from collections.abc import Callable
 from functools import partial
 from itertools import groupby
@@ -15,9 +14,6 @@ from approx.cli.layers import settings_text
 from approx.cli.tables import table
 from approx.cli.terminal import Terminal
 from approx.errors import ApproxError
-
-# How the checks of settings say what is allowed.
-_ALLOWED = re.compile(r"; (?:allowed is|it must be) (.+?)\.?(?: Change it or leave it out\.)?$")
 
 
 def add_to(app: typer.Typer) -> None:
@@ -202,9 +198,10 @@ def _allowed(make: Callable[..., Any], setting: str) -> str:
     """What a setting may be, in the words of the check that refuses a wrong value; empty if anything is taken."""
     try:
         make(**{setting: object()})
-    except (ApproxError, TypeError) as error:
-        found = _ALLOWED.search(str(error))
-        return found[1] if found else ""
+    except ApproxError as error:
+        return error.allowed
+    except TypeError:
+        return ""
     return ""
 
 

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from approx.errors import ApproxError, Exit, shown
-from approx.mechanisms.mechanism import Mechanism, whole_number
+from approx.mechanisms.mechanism import Mechanism, checked, whole_number
 from approx_kernels.ops.global_tokens.api import global_token_attention
 from approx_kernels.ops.patterns.reference import left_out
 
@@ -163,9 +163,6 @@ def _positions(global_tokens: Any) -> list[int]:
     if global_tokens in BY_CONTENT:
         return []
     whole = isinstance(global_tokens, list) and all(type(token) is int and token >= 0 for token in global_tokens)
-    if not whole or not global_tokens or len(set(global_tokens)) < len(global_tokens):
-        raise ApproxError(
-            f"Setting 'global_tokens' is {shown(global_tokens)}; allowed is 'first', 'separator', 'question' or a list of "
-            "different whole numbers of at least 0. Change it or leave it out."
-        )
-    return sorted(global_tokens)
+    inside = whole and 0 < len(global_tokens) == len(set(global_tokens))
+    allowed = "'first', 'separator', 'question' or a list of different whole numbers of at least 0"
+    return sorted(checked("global_tokens", global_tokens, inside, allowed))

@@ -296,7 +296,8 @@ def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
 def checked(name: str, value: Any, inside: bool, allowed: str) -> Any:
     """The value, if `inside` holds; otherwise an error that states what is `allowed`."""
     if not inside:
-        raise ApproxError(f"Setting '{name}' is {shown(value)}; allowed is {allowed}. Change it or leave it out.")
+        message = f"Setting '{name}' is {shown(value)}; allowed is {allowed}. Change it or leave it out."
+        raise ApproxError(message, allowed=allowed)
     return value
 
 

@@ -20,6 +20,7 @@ from approx.tasks.librispeech import LIBRISPEECH, LibriSpeech
 from approx.tasks.listops import ListOps
 from approx.tasks.masked_language import MaskedLanguageModelling
 from approx.tasks.needle import Needle
+from approx.tasks.settings import wrong_setting
 from approx.tasks.squad import Squad
 from approx.tasks.task import Example, Split, Task
 from approx.tasks.token_classification import TokenClassification
@@ -89,9 +90,8 @@ def open_task(name: str, columns: Any = None, **settings: Any) -> Task:
     order = settings.pop("labels", None) if _is_ordered(name) else None
     encoding = settings.pop("encoding", None)
     if encoding is not None and (not isinstance(encoding, str) or known_encoding(encoding) is None):
-        raise ApproxError(
-            f"The setting 'encoding' of the task '{name}' is {shown(encoding)}; it must be the name of an encoding, e.g. cp1252 or utf-16."
-        )
+        allowed = "the name of an encoding, e.g. cp1252 or utf-16"
+        raise wrong_setting("encoding", encoding, allowed, name)
     try:
         task = _maker(name)(**settings)
     except TypeError as error:

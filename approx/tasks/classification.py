@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from approx.errors import ApproxError, Exit, shown
+from approx.errors import ApproxError, Exit
 from approx.tasks.head import SEQUENCE_CLASSIFICATION, Head
 from approx.tasks.padding import padded
-from approx.tasks.settings import names_setting
+from approx.tasks.settings import names_setting, wrong_setting
 from approx.tasks.table import Row, text_of
 from approx.tasks.task import Encoding, Example, Groups, Task
 
@@ -47,10 +47,8 @@ class SequenceClassification(Task):
         order = tuple(known.get(name, -1) for name in names)
         if not self.labels or sorted(order) != list(range(len(self.labels))):
             classes = ", ".join(f"{name} or {index}" for index, name in enumerate(self.labels)) or "no classes"
-            raise ApproxError(
-                f"The setting 'labels' of the task '{self.name}' is {shown(labels)}; it must be a list of names: each class once, in the "
-                f"order of the model's outputs. The task has {classes}."
-            )
+            allowed = f"a list of names: each class once, in the order of the model's outputs ({classes})"
+            raise wrong_setting("labels", labels, allowed, self.name)
         self._arranged = order
 
     def from_cells(self, cells: dict[str, Any], row: Row) -> tuple[dict[str, Any], Any]:

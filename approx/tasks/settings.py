@@ -12,6 +12,14 @@ from approx.errors import ApproxError, shown
 _BETWEEN_NAMES = re.compile(r"\s*,(?!_)\s*")
 
 
+def wrong_setting(setting: str, value: Any, allowed: str, task: str) -> ApproxError:
+    """The error about a setting of a task that has another value than what is allowed."""
+    message = (
+        f"Setting '{setting}' of the task '{task}' is {shown(value)}; allowed is {allowed}. Change it or leave it out."
+    )
+    return ApproxError(message, allowed=allowed)
+
+
 def whole_setting(task: str, setting: str, value: Any, least: int, most: int | None = None) -> int:
     """Return the value of a setting if it is a whole number within its bounds.
 
@@ -22,9 +30,7 @@ def whole_setting(task: str, setting: str, value: Any, least: int, most: int | N
     if whole and least <= value and (most is None or value <= most):
         return value
     allowed = f"at least {least}" if most is None else f"from {least} to {most}"
-    raise ApproxError(
-        f"The setting '{setting}' of the task '{task}' is {shown(value)}; it must be a whole number {allowed}."
-    )
+    raise wrong_setting(setting, value, f"a whole number {allowed}", task)
 
 
 def switch_setting(task: str, setting: str, value: Any) -> bool:
@@ -35,7 +41,7 @@ def switch_setting(task: str, setting: str, value: Any) -> bool:
     """
     if isinstance(value, bool):
         return value
-    raise ApproxError(f"The setting '{setting}' of the task '{task}' is {shown(value)}; it must be true or false.")
+    raise wrong_setting(setting, value, "true or false", task)
 
 
 def names_setting(task: str, setting: str, value: Any) -> tuple[str, ...]:
@@ -49,9 +55,7 @@ def names_setting(task: str, setting: str, value: Any) -> tuple[str, ...]:
         names = tuple(map(str, listed))
         if all(names):
             return names
-    raise ApproxError(
-        f"The setting '{setting}' of the task '{task}' is {shown(value)}; it must be a list of names, e.g. {setting}=one,two."
-    )
+    raise wrong_setting(setting, value, f"a list of names, e.g. {setting}=one,two", task)
 
 
 def number_setting(task: str, setting: str, value: Any, above: float, below: float) -> float:
@@ -63,7 +67,7 @@ def number_setting(task: str, setting: str, value: Any, above: float, below: flo
     if isinstance(value, int | float) and not isinstance(value, bool) and above < value < below:
         return float(value)
     bounds = "finite number" if math.isinf(below) else f"number above {above:g} and below {below:g}"
-    raise ApproxError(f"The setting '{setting}' of the task '{task}' is {shown(value)}; it must be a {bounds}.")
+    raise wrong_setting(setting, value, f"a {bounds}", task)
 
 
 def window_within(task: str, window: int | None, limit: int | None, default: int) -> int:

@@ -47,7 +47,7 @@ DEFAULTS = {
 def test_a_whole_number_is_taken_within_its_bounds_and_refused_beyond(name, setting, least, most, others):
     for value in (least, most or 10**6):
         open_task(name, **{setting: value}, **others)
-    told = f"The setting '{setting}' of the task '{name}' is {{}}; it must be a whole number "
+    told = f"Setting '{setting}' of the task '{name}' is {{}}; allowed is a whole number "
     told += f"at least {least}." if most is None else f"from {least} to {most}."
     for value in (least - 1, least + 0.5, *([] if most is None else [most + 1])):
         with pytest.raises(ApproxError, match=re.escape(told.format(value))) as caught:

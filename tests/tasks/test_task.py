@@ -144,12 +144,12 @@ def test_names_are_a_list_or_a_text_with_commas(given):
 @pytest.mark.parametrize(
     ("name", "settings", "words"),
     [
-        ("squad", {"articles": 5}, "'articles' of the task 'squad' is 5; it must be a list of names"),
-        ("squad", {"articles": []}, r"is \[\]; it must be a list"),
-        ("squad_v2", {"no_answer_margin": "high"}, "'no_answer_margin' .* is 'high'; it must be a finite number"),
+        ("squad", {"articles": 5}, "'articles' of the task 'squad' is 5; allowed is a list of names"),
+        ("squad", {"articles": []}, r"is \[\]; allowed is a list"),
+        ("squad_v2", {"no_answer_margin": "high"}, "'no_answer_margin' .* is 'high'; allowed is a finite number"),
         ("squad_v2", {"no_answer_margin": float("nan")}, "finite number"),
-        ("documents", {"labels": "good,"}, "'labels' .* it must be a list of names, e.g. labels=one,two"),
-        ("mlm", {"hidden": 1}, "'hidden' .* is 1; it must be a number above 0 and below 1"),
+        ("documents", {"labels": "good,"}, "'labels' .* allowed is a list of names, e.g. labels=one,two"),
+        ("mlm", {"hidden": 1}, "'hidden' .* is 1; allowed is a number above 0 and below 1"),
         ("mlm", {"hidden": "half"}, "number above 0"),
         ("listops", {"brackets": "maybe"}, "'brackets' .* true or false"),
         ("lm", {"window": True}, "'window' .* is True"),

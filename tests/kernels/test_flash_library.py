@@ -1,5 +1,8 @@
 """FlashAttention of its authors as an implementation of `flash_attention`: how it is called, and what it does not take."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -66,8 +69,24 @@ def test_asking_for_it_on_a_cpu_is_refused():
         flash_attention(q, k, v, causal=True, scale=0.3, impl="library")
 
 
-def test_no_gpu_before_hopper_has_one():
-    assert library((8, 0)) is None
+@pytest.mark.parametrize(
+    ("there", "capability", "name"),
+    [
+        (("flash_attn.cute", "flash_attn_interface"), (9, 0), "FlashAttention-4"),
+        (("flash_attn.cute",), (10, 0), "FlashAttention-4"),
+        (("flash_attn_interface",), (9, 0), "FlashAttention-3"),
+        (("flash_attn_interface",), (10, 0), None),
+        (("flash_attn.cute", "flash_attn_interface"), (8, 0), None),
+        ((), (9, 0), None),
+    ],
+)
+def test_library_is_the_best_that_is_installed_for_the_gpu(there, capability, name, monkeypatch):
+    for module in ("flash_attn", "flash_attn.cute", "flash_attn_interface", "kernels"):
+        monkeypatch.setitem(sys.modules, module, None)
+    for module in there:
+        monkeypatch.setitem(sys.modules, module, SimpleNamespace(flash_attn_func=flash_attn_func))
+    found = library.__wrapped__(capability)
+    assert (found and found.name) == name
 
 
 @pytest.mark.gpu

@@ -93,11 +93,9 @@ def test_figures_of_another_compiler_join_and_new_ones_of_the_same_replace(tmp_p
 
 
 def test_the_records_break_no_limit():
-    # For a B200, where no kernel has run yet, two spill a few bytes; the report counts them. With Triton 3.6 so does one for Hopper.
+    # For a B200, where no kernel has run yet, two spill a few bytes; the report counts them.
     rows = [row for one in recorded()["compilers"] for row in one["kernels"] if row["capability"] < 100]
-    assert {sentence for row in rows for sentence in wrong(row)} == {
-        "flash, float32, 32, key mask, flash_queries_kernel on 90 spills 8 bytes"
-    }
+    assert [sentence for row in rows for sentence in wrong(row)] == []
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,7 @@ def test_a_digest_is_the_same_where_files_lie_side_by_side(tmp_path):
         module = waiting.pop()
         if module not in seen:
             seen.add(module)
-            text, needed = bundle._flatten(module)
+            text, needed = bundle._flatten(module, kernels=True)
             (tmp_path / f"{bundle._flat(module)}.py").write_text(text, "utf-8")
             waiting += needed
     files = {path.stem: path for path in tmp_path.glob("*.py")}

@@ -134,10 +134,10 @@ def test_a_task_transcribes_by_beams(arpa, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"beams": 0}, "must be a whole number at least 1"),
+        ({"beams": 0}, "allowed is a whole number at least 1"),
         ({"ngram": "words.arpa"}, "Set beams"),
         ({"beams": 8, "ngram": "nowhere.arpa"}, "nowhere.arpa cannot be read"),
-        ({"beams": 8, "ngram_weight": "much"}, "must be a finite number"),
+        ({"beams": 8, "ngram_weight": "much"}, "allowed is a finite number"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings, words):

@@ -36,7 +36,7 @@ QUERIES = {
     "wide": (cut(8, 2, BM=64, BN=64),),
     "spans": (cut(4, 2, BM=64, BN=32),),
     "spans wide": (cut(8, 2, BM=64, BN=32),),
-    "float32": (cut(8, 1, BM=32, BN=32),),
+    "float32": (cut(8, 2, BM=32, BN=32),),
     "float32 wide": (cut(8, 1, BM=16, BN=32),),
     "listed": (cut(8, 2, BM=64, BN=64),),
     "listed wide": (cut(4, 2, BM=32, BN=32),),

@@ -183,7 +183,9 @@ def test_utf_16_without_a_mark_is_named(tmp_path, wide):
 
 def test_an_unknown_encoding_is_refused():
     for wrong in ("klingon", "base64", 8):
-        with pytest.raises(ApproxError, match=r"'encoding' of the task 'glue/sst2' .*; allowed is the name of an encoding"):
+        with pytest.raises(
+            ApproxError, match=r"'encoding' of the task 'glue/sst2' .*; allowed is the name of an encoding"
+        ):
             open_task("glue/sst2", encoding=wrong)
 
 

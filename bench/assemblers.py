@@ -36,7 +36,7 @@ from bench.gpu_workers import in_one_line
 from bench.pages import table
 
 ROOT = Path(__file__).resolve().parent.parent
-SECONDS, LANES = 200.0, 4
+SECONDS, LANES = 200.0, 8
 # Seconds kept for the sanitizer.
 SANITIZING = 40.0
 

@@ -7,6 +7,7 @@ from typing import Any
 from approx.errors import ApproxError, Exit
 from approx_kernels.dispatch.checked import OPS
 from bench.gpu_cases import SUITES, TOKENS, of_suite
+from bench.gpu_jobs import UNTRIED
 from bench.gpu_models import LAYERS
 from bench.gpu_peers import PACKAGES
 from bench.gpu_targets import LENGTHS, judged, over_floor, part_of
@@ -218,13 +219,16 @@ def _suite(made: dict[str, Any], suite: str) -> list[str]:
         own = sorted(own, key=lambda part: part["length"])
         told = f"{_MODES[mode]}, {dtype}, {_WAYS[way]}" + (f", batch {batch}" if batch else "")
         rows = [[f"`{name}`", *(_figure(part, name) for part in own)] for name in names(own)]
+        untried = [row[0] for row in rows if set(row[1:]) == {"–"}]
+        rows = [row for row in rows if row[0] not in untried]
         rows.append(["best exact attention", *(part["best_exact"] or "–" for part in own)])
         rows.append(
             ["SDPA against itself", *("–" if part["spread"] is None else f"{part['spread']:.2f}" for part in own)]
         )
         text += [
             f"### {told[0].upper()}{told[1:]}",
-            "Milliseconds; against default SDPA / against the best exact.",
+            "Milliseconds; against default SDPA / against the best exact."
+            + (f" There was no time to try {', '.join(untried)}." if untried else ""),
             table(["attention", *(f"{part['length']:,}" for part in own)], rows),
         ]
     return text
@@ -232,7 +236,7 @@ def _suite(made: dict[str, Any], suite: str) -> list[str]:
 
 def _figure(part: dict[str, Any], name: str) -> str:
     one = next((one for one in part["contenders"] if one["name"] == name), None)
-    if one is None:
+    if one is None or one["status"] == UNTRIED:
         return "–"
     if one["status"] != "ok":
         return _cell(one["status"])

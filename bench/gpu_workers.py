@@ -6,6 +6,7 @@ main process uses no GPU; processes say which contender they run next, and if on
 
 import multiprocessing
 import os
+import sys
 import time
 import traceback
 from collections import Counter
@@ -77,6 +78,9 @@ def carry_out(
     waiting, rows, failed = list(jobs), {job.id: dict[str, Row]() for job in jobs}, Counter[str]()
     # A forked process could not use CUDA if its parent did; the parent of these has only imported.
     context = multiprocessing.get_context("forkserver")
+    # That parent passes in silence over modules that it cannot import, and knows only this of where they are. Each process would
+    # then import them for itself, which took 13 seconds for a row that takes one.
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, sys.path)))
     context.set_forkserver_preload(list(preload))
     crew = [_Lane(context, work, log) for _ in range(max(1, min(lanes, len(waiting))))]
     try:

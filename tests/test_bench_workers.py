@@ -1,7 +1,12 @@
 """Jobs in separate processes: a contender that crashes or hangs is a row, and all the others are measured."""
 
+import json
+import os
 import random
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,3 +66,22 @@ def test_rows_until_the_deadline_are_kept_and_it_is_kept_to(tmp_path):
     assert [job.id for job in left] == ["one", "two"]
     assert kept["one"][UNFINISHED]
     assert [row["name"] for row in kept["one"]["contenders"]] == ["a"]
+
+
+def test_processes_share_the_imports_of_a_checkout_that_is_not_installed(tmp_path):
+    here = Path(__file__).resolve().parent
+    # The parent of the processes starts in another folder, and none of these is in its environment.
+    script = (
+        f"import sys; sys.path += [{str(here)!r}, {str(here.parent)!r}, {str(here.parent / 'kernels')!r}]\n"
+        "import json, time; from pathlib import Path\n"
+        "import tiny_work; from bench.gpu_workers import Job, carry_out\n"
+        "kept = []\n"
+        "carry_out([Job('a', {}), Job('b', {})], tiny_work.importer, lambda job, result: kept.append(result), lanes=2,"
+        " deadline=time.monotonic() + 60, silence=60, log=Path('log'), preload=('tiny_work',))\n"
+        "print(json.dumps(kept))\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    made = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert json.loads(made.stdout) == [{"imported here": False}] * 2

@@ -6,6 +6,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+# The process that read this module.
+IMPORTED_BY = os.getpid()
+
 
 def work(item: str, threads: int | None) -> tuple[str, int | None, int]:
     """The result of an item: itself, the number of threads, and the process."""
@@ -29,3 +32,8 @@ def rows(given: dict[str, Any], say: Callable[[dict[str, Any]], None], before: M
                 raise ValueError("it fails")
             say({"name": name, "role": "variant", "status": "ok", "process": os.getpid()})
     return {"process": os.getpid()}
+
+
+def importer(arguments, say, before):
+    """Whether this process imported this module itself."""
+    return {"imported here": IMPORTED_BY == os.getpid()}

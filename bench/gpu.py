@@ -3,7 +3,7 @@
     python bench/gpu.py -o reports/gpu                        # 560 seconds; run again to continue
     python bench/gpu.py -o DIR --only 'attention/forward/*' --budget 180
     python bench/gpu.py --plan                                # the order, and the time that each stage may take
-    python bench/gpu.py -o reports/gpu --redraw               # rebuild page and plot from the record
+    python bench/gpu.py -o reports/gpu --redraw               # rebuild page, plot and what is shipped from the record
 
 A part is a suite/mode/dtype/length x batch/way, and its contenders are mechanisms, back ends and peers. Each contender of a part
 is first tried in a process of its own: outputs and gradients against the reference, and as a CUDA graph. Those that pass take
@@ -11,7 +11,8 @@ turns with exact attention, one after the other. One that fails, hangs or kills 
 others go on. Each row is stored as soon as it is measured, and the record is written after every stage.
 
 The kernels of an op are used by `auto` if all mechanisms that run them are right in a stage of its own, `checks`; the result is
-stored where `approx doctor` looks. Writes `record.json` and, from it, `report.md` and a plot.
+stored where `approx doctor` looks. Writes `record.json` and, from it, `report.md` and a plot. What `reports/gpu` holds is shipped with
+the package, so that `auto` uses these kernels on other GPUs of that compute capability too.
 """
 
 import argparse
@@ -32,9 +33,10 @@ import torch
 from rich.console import Console
 
 from approx.errors import ApproxError, Exit
+from approx_kernels.dispatch.checked import VERIFIED
 from approx_kernels.gpu.language import CAPABILITY, assembler_obstacle, triton
 from bench import gpu_page, parts
-from bench.gpu_checks import checks, outdated
+from bench.gpu_checks import checks, outdated, ship
 from bench.gpu_jobs import UNTRIED, work
 from bench.gpu_machine import asked, suite_passes
 from bench.gpu_plan import LENGTHS, Stage, checked, planned, stages, tries, verifications
@@ -43,6 +45,8 @@ from bench.gpu_workers import UNFINISHED, Job, carry_out, in_one_line
 from bench.parts import write_record
 
 DEVICE = "cuda"
+# What is in the record of this folder is shipped with the package.
+KEPT = Path(__file__).resolve().parent.parent / "reports" / "gpu"
 # Seconds in all, and those kept for the record and the page at the end.
 BUDGET, RESERVE = 560.0, 10.0
 # The share of the time that the tests take where they are asked for, and of a part's time that its tries may take.
@@ -276,6 +280,8 @@ def main(arguments: list[str] | None = None) -> int:
             _check()
             run(options, Console(stderr=True))
         text, right = gpu_page.write(options.output, options.output)
+        if options.output.resolve() == KEPT:
+            ship(json.loads((KEPT / "record.json").read_text(encoding="utf-8")), VERIFIED)
     except ApproxError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code

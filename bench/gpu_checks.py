@@ -1,12 +1,14 @@
 """From the verifications of `bench/gpu.py` to checks per op: whether `auto` may use its kernels on this GPU."""
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from approx_kernels.dispatch.checked import OPS, Check, identity, keep_check
+from approx_kernels.dispatch.checked import OPS, Check, digest, identity, keep_check
 
 # The ops whose kernels a mechanism may run: bidirectional, causal, and decoding.
 RUN_BY: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -34,6 +36,8 @@ _CAUSAL = MappingProxyType({"clustered_attention": "causal_clustered_attention"}
 _DECODED = MappingProxyType({"linear_attention": "linear_decode", "performer_attention": "performer_decode"})
 # Ops whose kernels another op launches, and that no mechanism calls directly.
 _WITHIN = MappingProxyType({"clustered_attention": ("cluster_queries",)})
+# Ops that compute exact attention, with the contender that runs each: PyTorch's own is as right.
+_EXACT = MappingProxyType({"flash_attention": "flash"})
 
 
 def ops_of(suite: str, name: str) -> list[str]:
@@ -97,3 +101,29 @@ def keep_all(results: Mapping[str, Sequence[Any]], device: torch.device) -> dict
     for op, (passed, wrong) in results.items():
         keep_check(op, str(device), Check(passed, wrong))
     return {"checks": {op: list(check) for op, check in results.items()}}
+
+
+def shipped(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The ops whose kernels `auto` takes on all GPUs of the record's compute capability, as `verified.json` holds them.
+
+    They are those whose current sources passed; of exact attention, those that are faster than PyTorch's somewhere.
+    """
+    environment, ops = record["environment"], dict[str, Any]()
+    for op, (passed, _) in record["checks"].items():
+        verified = {one["sources"][op].partition(",")[0] for one in record["verified"] if op in one.get("sources", {})}
+        rows = [row for part in record["parts"] for row in part["contenders"] if row["name"] == _EXACT.get(op)]
+        wins = op not in _EXACT or any((row.get("against_best") or [0.0])[0] > 1.0 for row in rows)
+        if passed and wins and verified == {digest(op)}:
+            ops[op] = {"of": digest(op), "passed": passed}
+    versions = {name: environment[name] for name in ("gpu", "triton")}
+    return {environment["capability"]: {**versions, "ptxas": _assembled_by(record), "ops": ops}}
+
+
+def _assembled_by(record: Mapping[str, Any]) -> str:
+    return next(iter(record["verified"][0]["sources"].values())).rpartition(" ")[2]
+
+
+def ship(record: Mapping[str, Any], path: Path) -> None:
+    """Write what a record verified to `verified.json`; other compute capabilities keep theirs."""
+    known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    path.write_text(json.dumps(known | shipped(record), indent=1) + "\n", encoding="utf-8")

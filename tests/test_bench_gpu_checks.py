@@ -1,7 +1,9 @@
 """`auto` uses kernels that the GPU script verified: all cases of an op must be right, with the present sources."""
 
 import argparse
+import json
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -146,3 +148,58 @@ def test_the_largest_keys_are_the_same_in_16_bits_where_inputs_are_set_apart(apa
             # By more than numbers of that size in 16 bits are apart.
             assert (last - first_left_out > last.abs() * 2**-7).all()
     assert all(same) is apart
+
+
+def test_what_is_shipped_is_what_the_kept_record_verified():
+    record = json.loads((gpu.KEPT / "record.json").read_text(encoding="utf-8"))
+    assert json.loads(checked.VERIFIED.read_text(encoding="utf-8")) == gpu_checks.shipped(record)
+
+
+def test_only_current_sources_are_shipped_and_exact_attention_only_where_it_wins():
+    def record(*ratios, **changed):
+        rows = [{"name": "flash", "against_best": [ratio, ratio, ratio]} for ratio in ratios]
+        by_op = {op: (["bfloat16"], {}) for op in ("linear_attention", "flash_attention")}
+        flash = {"sources": {"flash_attention": checked.identity("flash_attention")}}
+        return {
+            "environment": {"capability": "9.0", "gpu": "a card", "triton": "3.6.0"},
+            "checks": by_op,
+            "verified": [*verified(**changed), verified()[0] | flash],
+            "parts": [{"contenders": rows}],
+        }
+
+    assert list(gpu_checks.shipped(record(0.8, 1.2))["9.0"]["ops"]) == ["linear_attention", "flash_attention"]
+    assert list(gpu_checks.shipped(record(0.8))["9.0"]["ops"]) == ["linear_attention"]
+    others = {"linear_attention": "others, torch 2.11.0"}
+    assert list(gpu_checks.shipped(record(1.2, sources=others))["9.0"]["ops"]) == ["flash_attention"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "valid"),
+    [
+        ({}, True),
+        ({"capability": (10, 0)}, False),
+        ({"triton": "3.6.1"}, True),
+        ({"triton": "3.7.0"}, False),
+        ({"of": "other sources"}, False),
+        ({"obstacle": "ptxas 12.8 writes out of bounds"}, False),
+    ],
+    ids=str,
+)
+def test_a_shipped_check_counts_for_the_same_capability_sources_and_compiler(tmp_path, monkeypatch, changed, valid):
+    card = {
+        "capability": (9, 0),
+        "triton": "3.6.0",
+        "of": checked.digest("linear_attention"),
+        "obstacle": None,
+    } | changed
+    path = tmp_path / "verified.json"
+    one = {"of": card["of"], "passed": ["bfloat16"]}
+    path.write_text(json.dumps({"9.0": {"gpu": "a card", "triton": "3.6.0", "ops": {"linear_attention": one}}}))
+    monkeypatch.setattr(checked, "VERIFIED", path)
+    monkeypatch.setattr(checked, "found", lambda device: {})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: card["capability"])
+    monkeypatch.setattr(checked, "assembler_obstacle", lambda *capability: card["obstacle"])
+    monkeypatch.setattr(checked, "triton", SimpleNamespace(__version__=card["triton"]))
+    assert check_of("linear_attention", "cuda:0") == (Check(["bfloat16"], {}) if valid else None)
+    assert check_of("local_attention", "cuda:0") is None
+    assert check_of("linear_attention", "cpu") is None

@@ -36,4 +36,4 @@ def rows(given: dict[str, Any], say: Callable[[dict[str, Any]], None], before: M
 
 def importer(arguments, say, before):
     """Whether this process imported this module itself."""
-    return {"imported here": IMPORTED_BY == os.getpid()}
+    return {"imported here": os.getpid() == IMPORTED_BY}

@@ -1,23 +1,25 @@
 """Whether the Triton kernels of an op have passed their check, on this kind of GPU with these sources and versions.
 
 Calls never run a check. `python bench/gpu.py` compares every op with its reference on the GPU and stores the results with
-the findings of `approx doctor --probe`; until an op has passed in a dtype, `auto` uses PyTorch for it.
+the findings of `approx doctor --probe`. What it found on the GPUs that this package was made on is in `verified.json`. Until an
+op has passed in a dtype, here or there, `auto` uses PyTorch for it.
 """
 
 import functools
 import hashlib
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from approx_kernels.dispatch.findings import found, keep
-from approx_kernels.gpu.language import CAPABILITY, HOPPER, assembler, triton
+from approx_kernels.gpu.language import CAPABILITY, HOPPER, assembler, assembler_obstacle, triton
 from approx_kernels.runtime.pytorch import constant_result
 
 # Every op with kernels, and its folder.
@@ -43,6 +45,9 @@ OPS: Mapping[str, str] = MappingProxyType(
         "topk_attention": "topk",
     }
 )
+# By compute capability: the `gpu`, `triton` and `ptxas` that `python bench/gpu.py -o reports/gpu` ran with, and by op the digest of
+# its sources and the dtypes in which it passed.
+VERIFIED = Path(__file__).with_name("verified.json")
 # Prefix of the findings that are checks.
 ABOUT = "kernels of "
 AGAIN = "`python bench/gpu.py -o FOLDER`, in a checkout of approx, checks them"
@@ -96,11 +101,30 @@ def _doubt(op: str, device: str, dtype: str) -> str | None:
 
 
 def check_of(op: str, device: str) -> Check | None:
-    """The check of an op's kernels on a device, `cuda` or `cuda:1`; None if the current sources were not checked."""
+    """The check of an op's kernels on a device, `cuda` or `cuda:1`, made there or shipped; None if these sources were not checked."""
     kept = found(device).get(ABOUT + op)
-    if kept is None or kept.get("of") != identity(op):
+    if kept is not None and kept.get("of") == identity(op):
+        return Check(kept["passed"], kept["wrong"])
+    return _shipped(op, device)
+
+
+def _shipped(op: str, device: str) -> Check | None:
+    """The check that this package brings for GPUs of the same compute capability.
+
+    It is valid for the same sources, compiled by the same minor version of Triton and any assembler that is right there.
+    """
+    if torch.device(device).type != "cuda" or not VERIFIED.is_file():
         return None
-    return Check(kept["passed"], kept["wrong"])
+    capability = torch.cuda.get_device_capability(device)
+    known: dict[str, Any] = json.loads(VERIFIED.read_text(encoding="utf-8")).get("{}.{}".format(*capability), {})
+    one = known.get("ops", {}).get(op)
+    if one is None or one["of"] != digest(op) or assembler_obstacle(*capability) is not None:
+        return None
+    return Check(one["passed"], {}) if _minor(getattr(triton, "__version__", "")) == _minor(known["triton"]) else None
+
+
+def _minor(version: str) -> list[str]:
+    return version.split(".")[:2]
 
 
 def keep_check(op: str, device: str, check: Check) -> None:
@@ -114,15 +138,21 @@ def keep_check(op: str, device: str, check: Check) -> None:
 
 @functools.cache
 def identity(op: str) -> str:
-    """The subject of an op's check: a digest of its sources, and the versions of torch, triton and its assemblers.
+    """The subject of an op's check: a digest of its sources, and the versions of torch, triton and its assemblers."""
+    versions = f"torch {torch.__version__}, triton {getattr(triton, '__version__', None)}, ptxas {_assemblers()}"
+    return f"{digest(op)}, {versions}"
 
-    The sources are all modules that the op imports from this package, except C. Comments, empty lines and the layout of the
-    files, in folders or flat as in a converted checkpoint, do not matter.
+
+@functools.cache
+def digest(op: str) -> str:
+    """A digest of the sources of an op.
+
+    They are all modules that it imports from this package, except C and those that choose an implementation. Comments, empty
+    lines and the layout of the files, in folders or flat as in a converted checkpoint, do not matter.
     """
     here = Path(__file__)
     files = _in_folders(here.parents[1]) if here.stem == "checked" else {x.stem: x for x in here.parent.glob("*.py")}
-    versions = f"torch {torch.__version__}, triton {getattr(triton, '__version__', None)}, ptxas {_assemblers()}"
-    return f"{_digest(files, f'approx_kernels_ops_{OPS[op]}_api')}, {versions}"
+    return _digest(files, f"approx_kernels_ops_{OPS[op]}_api")
 
 
 def _assemblers() -> str:
@@ -145,7 +175,7 @@ def _digest(files: Mapping[str, Path], first: str) -> str:
     waiting, read = [first], dict[str, str]()
     while waiting:
         name = waiting.pop()
-        if name in read or name not in files or re.search(r"_kernels_cpu_|cpu$", name):
+        if name in read or name not in files or re.search(r"_kernels_(cpu|dispatch)_|cpu$", name):
             continue
         text = files[name].read_text(encoding="utf-8")
         waiting += [needed.replace(".", "_") for _, needed in _IMPORT.findall(text)]

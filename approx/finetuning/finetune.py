@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
@@ -227,7 +227,7 @@ def _phase(
     return Phase(
         mode=mode, objective=objective, trained=trained, steps=steps, batch_size=batch_size, accumulate=options.accumulate,
         learning_rate=rate, own_learning_rate=own_rate,
-        seconds=None if options.seconds is None else options.seconds * share,
+        seconds=math.inf if options.seconds is None else options.seconds * share,
         evaluate_every=options.evaluate_every or max(1, math.ceil(steps / _VALIDATIONS)), patience=options.patience,
         penalty=penalty, recompute=options.recompute, bfloat16=options.bfloat16, report_to=options.report_to,
         seed=options.seed,
@@ -370,7 +370,7 @@ def estimate(model: Any, phase: Phase, prepared: Preparation, options: FinetuneS
         "learning_rate": phase.own_learning_rate if phase.mode == "transfer" else phase.learning_rate,
         "trained": trained,
         "parameters": numbers,
-        "seconds": min(seconds, phase.seconds or seconds),
+        "seconds": min(seconds, phase.seconds),
         "memory_mb": round(needed + (weights + _BYTES_OF_TRAINED * trained) / 1e6, 1),
     }
 
@@ -501,7 +501,7 @@ def finetune(
     progress("read the data", 0, 1)
     prepared = prepare_training(model, processor, options, teacher)
     if restart and evaluate.leads():
-        claim(folder, "training", "a training", has_begun)
+        claim(folder, *_OURS)
         remove(folder, "training")
     begun = _begun(folder, model, prepared, options, resume=resume)
     with _removed_if_empty(folder) if not resume and evaluate.leads() else nullcontext():
@@ -549,8 +549,7 @@ def _trained(
     outcomes: list[Outcome] = []
     unused = 0.0
     for number, phase in enumerate(prepared.phases):
-        if phase.seconds is not None:
-            phase = replace(phase, seconds=phase.seconds + unused)
+        phase = replace(phase, seconds=phase.seconds + unused)
         place = folder / f"{number}-{phase.mode}"
         finished = _finished(place, model)
         outcomes.append(
@@ -559,7 +558,7 @@ def _trained(
         if outcomes[-1].ended == "budget":
             break
         # The next mode gets the time that this one did not need.
-        unused = max((phase.seconds or 0.0) - outcomes[-1].seconds, 0.0)
+        unused = max(phase.seconds - outcomes[-1].seconds, 0.0)
     progress("score after training", 0, 1)
     model.eval()
     after = None if prepared.measure.value is None else prepared.measure.value()
@@ -638,6 +637,10 @@ def has_begun(folder: Path) -> bool:
         return False
 
 
+# How the folder of a training is claimed.
+_OURS: tuple[Literal["training"], str, Callable[[Path], bool]] = ("training", "a training", has_begun)
+
+
 def _begun(folder: Path, model: Any, prepared: Preparation, options: FinetuneStage, *, resume: bool) -> Begun:
     """Claim a folder for this training, or check that it holds this training; return the stored state."""
     settings = json.loads(model.config.to_json_string(use_diff=False))
@@ -662,7 +665,7 @@ def _begun(folder: Path, model: Any, prepared: Preparation, options: FinetuneSta
             words = {
                 "options": "options",
                 "data": "examples",
-                "model": "a model",
+                "model": "architecture",
                 "weights": "weights",
                 "config": "settings in config.json",
                 "sites": "mechanisms",
@@ -673,7 +676,7 @@ def _begun(folder: Path, model: Any, prepared: Preparation, options: FinetuneSta
                 Exit.REFUSED,
             )
         if evaluate.leads():
-            claim(folder, "training", "a training", has_begun)
+            claim(folder, *_OURS)
         return kept
     if found is not None:
         raise ApproxError(
@@ -708,7 +711,7 @@ def _damaged(file: Path, error: Exception) -> ApproxError:
 
 def _keep(folder: Path, kept: Begun) -> None:
     if evaluate.leads():
-        claim(folder, "training", "a training", has_begun)
+        claim(folder, *_OURS)
         write_whole(folder / _STATE, kept.model_dump_json())
 
 
@@ -801,7 +804,7 @@ def finetune_folder(
     refuse_sharding()
     out = Path(out)
     working = working or out.with_name(f"{out.name}.training")
-    refuse_unclaimed(working, "training", "a training", has_begun)
+    refuse_unclaimed(working, *_OURS)
     ended = resume and not force and (working / _OUTCOME).is_file()
     if not ended:
         refuse_existing(out, force=force)

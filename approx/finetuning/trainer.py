@@ -27,7 +27,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.pytorch_utils import Conv1D
-from transformers.trainer_callback import ProgressCallback
 
 from approx.checkpoints import families
 from approx.conversion import surgery
@@ -234,13 +233,7 @@ _TARGETS = ("labels", "start_positions", "end_positions")
 
 
 class Objective(Protocol):
-    """One loss.
-
-    Attributes:
-        labelled: Whether batches must carry targets.
-    """
-
-    labelled: bool
+    """One loss."""
 
     def loss(self, model: Any, inner: Any, inputs: dict[str, Tensor]) -> Tensor:
         """The loss of a batch, a scalar.
@@ -255,8 +248,6 @@ class Objective(Protocol):
 
 class Supervised:
     """The loss that transformers' models compute from targets: of a task, or of language modelling."""
-
-    labelled = True
 
     def loss(self, model: Any, inner: Any, inputs: dict[str, Tensor]) -> Tensor:
         """See `Objective`."""
@@ -279,8 +270,6 @@ class Transfer:
             and training is joint.
         model: The model, with its initial weights.
     """
-
-    labelled = False
 
     def __init__(self, model: Any, *, joint: bool, match: str, projections: Sequence[str] = ()) -> None:
         self._joint, self._match = joint or bool(projections), match
@@ -347,23 +336,20 @@ class Distill:
 
     def __init__(self, teacher: Any, weights: Distillation) -> None:
         self._teacher, self._weights = teacher.eval().requires_grad_(False), weights
-        self.labelled = weights.labels > 0
 
     def loss(self, model: Any, inner: Any, inputs: dict[str, Tensor]) -> Tensor:
         """See `Objective`."""
         own, weights = _without_targets(inputs), self._weights
         with torch.no_grad():
             due, due_attention = self._run(self._teacher, self._teacher, own)
-        said, attention = self._run(model, inner, inputs if self.labelled else own)
+        said, attention = self._run(model, inner, inputs if weights.labels else own)
         mask = own.get("attention_mask")
-        terms = []
-        if weights.logits:
-            pairs = [(said[name], due[name]) for name in due if name.endswith("logits")]
-            several = kind_of_outputs(self._teacher.config) == SEVERAL
-            terms += [
-                weights.logits * _distance(one, other, mask, weights.temperature, several=several) / len(pairs)
-                for one, other in pairs
-            ]
+        several = kind_of_outputs(self._teacher.config) == SEVERAL
+        pairs = [(said[name], due[name]) for name in due if name.endswith("logits")] if weights.logits else []
+        terms = [
+            weights.logits * _distance(one, other, mask, weights.temperature, several=several) / len(pairs)
+            for one, other in pairs
+        ]
         if weights.hidden:
             layers = list(zip(said.hidden_states[1:], due.hidden_states[1:], strict=True))
             terms += [
@@ -376,7 +362,7 @@ class Distill:
                 / len(attention)
                 for path, call in attention.items()
             ]
-        if self.labelled:
+        if weights.labels:
             terms.append(weights.labels * said.loss)
         return torch.stack(terms).sum()
 
@@ -442,10 +428,7 @@ def _weights(call: Call) -> Tensor:
         k = call.k.repeat_interleave(call.q.shape[1] // call.k.shape[1], 1)
         scores = call.q.float() @ k.float().transpose(2, 3) * mechanism.scale
         if mechanism.causal:
-            seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(
-                k.shape[2] - call.q.shape[2]
-            )
-            scores = scores.masked_fill(~seen, float("-inf"))
+            scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), float("-inf"))
         if call.mask is not None:
             scores = scores.masked_fill(~call.mask[:, None, None], float("-inf"))
         return scores.softmax(-1).nan_to_num()
@@ -457,7 +440,7 @@ def _divergence(given: Tensor, due: Tensor, real: Tensor | None) -> Tensor:
     apart = (due * (due.clamp(min=tiny).log() - given.float().clamp(min=tiny).log())).sum(-1, keepdim=True)
     if real is None:
         return apart.mean()
-    return (apart * real).sum() / (real.sum() * apart.shape[1]).clamp(min=1)
+    return (apart * real).sum() / (real.sum() * apart.shape[1])
 
 
 def _distance(given: Tensor, due: Tensor, mask: Tensor | None, temperature: float, *, several: bool) -> Tensor:
@@ -469,8 +452,8 @@ def _distance(given: Tensor, due: Tensor, mask: Tensor | None, temperature: floa
     log_given, log_due = (F.log_softmax(x.float() / temperature, -1) for x in (given, due))
     apart = (log_due.exp() * (log_due - log_given)).sum(-1) * temperature**2
     # Only outputs of single tokens, [B, L, V], have padding.
-    if apart.dim() == 2 and mask is not None and mask.shape == apart.shape:
-        return (apart * mask).sum() / mask.sum().clamp(min=1)
+    if mask is not None and mask.shape == apart.shape:
+        return (apart * mask).sum() / mask.sum()
     return apart.mean()
 
 
@@ -498,7 +481,7 @@ class Phase:
         accumulate: Forward passes per step.
         learning_rate: Highest learning rate.
         own_learning_rate: Highest learning rate of the mechanisms' parameters.
-        seconds: Time limit; None for no limit.
+        seconds: Time limit; infinite for none.
         evaluate_every: Steps between validations.
         patience: Validations without improvement after which the mode ends; None for no limit.
         penalty: Weight of the mechanisms' penalty.
@@ -516,7 +499,7 @@ class Phase:
     accumulate: int
     learning_rate: float
     own_learning_rate: float
-    seconds: float | None
+    seconds: float
     evaluate_every: int
     patience: int | None
     penalty: float
@@ -574,8 +557,8 @@ class Outcome:
     tokens: int
     seconds: float
     measure: str
-    curve: list[dict[str, float]] = field(default_factory=list)
-    ended: str = "steps"
+    curve: list[dict[str, float]]
+    ended: str
 
 
 class _Kept(BaseModel):
@@ -603,8 +586,7 @@ class Watch(TrainerCallback):
 
     def share_of_time(self) -> float:
         """Used share of the time budget; 0 without one."""
-        limit = self._trainer.phase.seconds
-        return 0.0 if limit is None else self.seconds() / limit
+        return self.seconds() / self._trainer.phase.seconds
 
     def count(self, inputs: dict[str, Tensor]) -> None:
         """Count the tokens of a batch."""
@@ -640,9 +622,9 @@ class Watch(TrainerCallback):
             )
         state.best_model_checkpoint = str(best)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any, **kwargs: Any) -> None:
         """Store the loss for the progress line."""
-        self._loss = (logs or {}).get("loss", self._loss)
+        self._loss = logs.get("loss", self._loss)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Redraw random features, report progress, and stop on a signal or at the time limit."""
@@ -658,12 +640,12 @@ class Watch(TrainerCallback):
                 control.should_evaluate = True
         return control
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> Any:
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> Any:
         """Stop if the budget is met."""
-        self._validation = float((metrics or {}).get(f"eval_{self._trainer.measure.name}", float("nan")))
+        self._validation = metrics[f"eval_{self._trainer.measure.name}"]
         if self._trainer.measure.suffices(self._validation):
             self.ended = "budget"
-            control.should_training_stop = control.should_save = True
+            control.should_training_stop = True
         return control
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -673,14 +655,12 @@ class Watch(TrainerCallback):
 
     def _agreed(self, stop: bool) -> bool:
         """Return whether any process wants to stop."""
-        if self._trainer.args.world_size == 1:
-            return stop
         return bool(self._trainer.accelerator.reduce(torch.tensor(float(stop), device=self._trainer.args.device)) > 0)
 
     def _say(self, state: Any) -> None:
         phase = self._trainer.phase
         rate = self._trainer._get_learning_rate()
-        share = max(state.global_step / phase.steps, self.share_of_time(), 1e-9)
+        share = max(state.global_step / phase.steps, self.share_of_time())
         left = self.seconds() * (1 - share) / share
         figures = {"loss": f"{self._loss:.4g}", f"held-out {self._trainer.measure.name}": f"{self._validation:.4g}"}
         told = [f"{name} {value}" for name, value in figures.items() if value != "nan"]
@@ -782,7 +762,7 @@ class Schedule(Dataset[tuple[int, int]]):
     def __init__(self, data: TrainingData, batch_size: int, steps: int, seed: int) -> None:
         self._lengths = np.array([data.tokens(row) for row in range(len(data.rows))])
         self._batch, self._steps, self._seed = batch_size, steps, seed
-        self._pass, self._order = -1, np.empty(0, int)
+        self._pass, self._order = 0, self._shuffled(0)
 
     def __len__(self) -> int:
         return self._batch * self._steps
@@ -873,7 +853,8 @@ def _limit(model: Any, length: int | None) -> int | None:
 
 
 def _task_of(options: FinetuneStage) -> Task:
-    task = open_task(options.task or "", **options.settings)
+    assert options.task is not None  # the callers read text themselves
+    task = open_task(options.task, **options.settings)
     _refuse_reported(task, options)
     return task
 
@@ -891,7 +872,7 @@ def _texts(files: Sequence[str], language: str, length: int) -> tuple[Task, Spli
         else open_task("lm", window=length, stride=length - 1, stretch=stretch)
     )
     splits = [task.load(Path(file)) for file in files]
-    return task, Split("text", [example for split in splits for example in split.examples], subset=False)
+    return task, replace(splits[0], examples=[example for split in splits for example in split.examples])
 
 
 def _refuse_reported(task: Task, options: FinetuneStage) -> None:
@@ -1105,7 +1086,6 @@ class _Trainer(Trainer):
             callbacks=[self.watch, *([EarlyStoppingCallback(phase.patience)] if phase.patience else [])],
         )  # fmt: skip
         self.remove_callback(PrinterCallback)
-        self.remove_callback(ProgressCallback)
         # Losses are batch means over equally large batches, so the Trainer may average them (transformers#47688).
         self.model_accepts_loss_kwargs = False
 
@@ -1158,7 +1138,6 @@ class _Trainer(Trainer):
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Linear warm-up, then cosine decay to 0 at the last step or at the time limit, whichever comes first."""
         self.lr_scheduler = LambdaLR(optimizer or self.optimizer, self._rate)
-        self._created_lr_scheduler = True
         return self.lr_scheduler
 
     def _rate(self, step: int) -> float:
@@ -1170,8 +1149,8 @@ class _Trainer(Trainer):
         """Validate with our measure instead of a loss over an evaluation dataset."""
         assert self.measure.value is not None  # each mode has a loss at least
         value = self.measure.value()
-        self.log({f"eval_{self.measure.name}": value})
         metrics = {f"eval_{self.measure.name}": value}
+        self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
@@ -1212,17 +1191,32 @@ def _recomputing(model: Any, what: str) -> Any:
 
 
 def _arguments(model: Any, phase: Phase, measure: Measure, folder: Path) -> TrainingArguments:
-    cuda = model.device.type == "cuda"
     made = TrainingArguments(
-        output_dir=str(folder), max_steps=phase.steps, gradient_accumulation_steps=phase.accumulate,
-        seed=phase.seed, data_seed=phase.seed, use_cpu=not cuda, bf16=phase.bfloat16, max_grad_norm=1.0,
-        logging_steps=max(1, phase.steps // 100), logging_nan_inf_filter=False, eval_strategy="steps",
-        eval_steps=phase.evaluate_every, save_strategy="steps", save_steps=phase.evaluate_every, save_total_limit=2,
-        load_best_model_at_end=True, metric_for_best_model=f"eval_{measure.name}",
-        greater_is_better=not measure.lower_is_better, disable_tqdm=True, log_level="error", log_level_replica="error",
-        report_to=phase.report_to or "none", remove_unused_columns=False, dataloader_pin_memory=cuda,
-        label_names=["labels", "start_positions", "end_positions"], ddp_find_unused_parameters=phase.mode != "transfer",
-    )  # fmt: skip
+        output_dir=str(folder),
+        max_steps=phase.steps,
+        gradient_accumulation_steps=phase.accumulate,
+        # Of dropout; the schedule has the order.
+        seed=phase.seed,
+        use_cpu=model.device.type != "cuda",
+        bf16=phase.bfloat16,
+        logging_steps=max(1, phase.steps // 100),
+        eval_strategy="steps",
+        eval_steps=phase.evaluate_every,
+        save_steps=phase.evaluate_every,
+        # The best and the last.
+        save_total_limit=2,
+        load_best_model_at_end=True,
+        metric_for_best_model=f"eval_{measure.name}",
+        greater_is_better=not measure.lower_is_better,
+        # A bar of its own would be drawn into our line of progress.
+        disable_tqdm=True,
+        # The other processes would otherwise be more talkative than the first.
+        log_level_replica="passive",
+        # The name for no tracker.
+        report_to=phase.report_to or "none",
+        # The loss of transfer is no output of the model, so every parameter would be found unused.
+        ddp_find_unused_parameters=phase.mode != "transfer",
+    )
     shares = made.world_size * phase.accumulate
     if phase.batch_size % shares:
         raise ApproxError(

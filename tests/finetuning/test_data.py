@@ -1,5 +1,6 @@
 """Training examples: held out by group, in an order that the seed alone decides."""
 
+import hashlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,16 @@ import torch
 
 from approx.errors import ApproxError, Exit
 from approx.finetuning.options import FinetuneStage
-from approx.finetuning.trainer import Schedule, _long_enough, digest_of, overlap, read_data, steps_of_pass, tensors_to
+from approx.finetuning.trainer import (
+    Schedule,
+    _example_hash,
+    _long_enough,
+    digest_of,
+    overlap,
+    read_data,
+    steps_of_pass,
+    tensors_to,
+)
 from approx.tasks.example import Example, Split
 from tiny_classifier import tiny_model, tiny_tokenizer
 from tiny_study import LABELS, SENTENCES
@@ -72,6 +82,44 @@ def test_short_inputs_are_left_out_where_asked(sst2):
     assert caught.value.exit_code == Exit.UNAVAILABLE
 
 
+def test_an_input_of_exactly_the_least_length_is_kept(sst2):
+    every = data_of(FinetuneStage(task="glue/sst2", data=sst2))
+    longest = max(every.tokens(row) for row in range(len(every.rows)))
+    kept = data_of(FinetuneStage(task="glue/sst2", data=sst2, min_length=longest))
+    assert {kept.tokens(row) for row in range(len(kept.rows))} == {longest}
+    assert kept.split.name == "train"
+
+
+def test_a_length_up_to_the_positions_of_the_model_is_taken(sst2):
+    assert data_of(FinetuneStage(task="glue/sst2", data=sst2, length=32)).limit == 32
+    assert data_of(FinetuneStage(task="glue/sst2", data=sst2)).limit == 32
+    short = data_of(FinetuneStage(task="glue/sst2", data=sst2, length=8))
+    assert (short.limit, max(short.tokens(row) for row in range(len(short.rows)))) == (8, 8)
+
+
+def test_inputs_without_tokens_are_left_out_and_some_must_be_left(sst2, monkeypatch):
+    original = read_data.__globals__["open_task"]
+    empty = {"good"}
+
+    def opened(name: str, **settings: Any) -> Any:
+        task = original(name, **settings)
+        encode = task.encode
+        task.encode = lambda example, *more: (
+            [{"input_ids": []}] if empty & set(example.inputs["text"].split()) else encode(example, *more)
+        )
+        return task
+
+    monkeypatch.setattr("approx.finetuning.trainer.open_task", opened)
+    made = data_of(FinetuneStage(task="glue/sst2", data=sst2))
+    texts = [made.split.examples[number].inputs["text"].split() for number, _ in made.rows]
+    assert not any("good" in words for words in texts)
+    assert 0 < len(texts) < len(made.split.examples)
+    empty |= {word for row in SENTENCE_ROWS for word in row.partition("\t")[0].split()}
+    with pytest.raises(ApproxError, match="no training example has any tokens") as caught:
+        data_of(FinetuneStage(task="glue/sst2", data=sst2))
+    assert caught.value.exit_code == Exit.UNAVAILABLE
+
+
 def test_an_example_without_inputs_is_too_short_for_any_length():
     task: Any = SimpleNamespace(
         name="lm", tokens=len, encode=lambda example, processor, limit: example.inputs["windows"]
@@ -124,6 +172,17 @@ def test_every_pass_sees_every_input_once_in_another_order(sst2):
     assert [Schedule(made, 6, passes, seed=1)[place] for place in range(36)] != taken[:36]
 
 
+@pytest.mark.parametrize(
+    ("rows", "size", "digest"),
+    [(5, 8, "9e82521174de34cd"), (8, 8, "bade3c39096c77f6"), (59, 8, "42c83fcaf4b6e8f3"), (450, 4, "a2059fb20bfb1be0")],
+)
+def test_the_order_of_a_seed_is_that_of_every_version_so_that_a_training_can_be_resumed(rows, size, digest):
+    data: Any = SimpleNamespace(rows=range(rows), tokens=lambda row: 5 + row * 7 % 31)
+    order = Schedule(data, size, 2 * steps_of_pass(rows, size), seed=7)
+    taken = [order[place] for place in range(len(order))]
+    assert hashlib.sha256(json.dumps(taken).encode()).hexdigest()[:16] == digest
+
+
 def test_inputs_that_fill_no_batch_wait_for_the_next_pass(sst2):
     made = data_of(FinetuneStage(task="glue/sst2", data=sst2))
     assert [steps_of_pass(36, size) for size in (8, 36, 37)] == [4, 1, 1]
@@ -169,6 +228,7 @@ def test_text_is_predicted_and_hides_other_words_in_every_pass(tmp_path):
     model = tiny("BertForMaskedLM")
     made = read_data(FinetuneStage(text=[str(file)], length=16), model, tokenizer, labelled=True, language="mlm")
     first, second, again = made.batch([0], 0), made.batch([0], 1), made.batch([0], 1)
+    assert first["input_ids"][0].tolist() == made.encodings[0]["input_ids"]
     assert not torch.equal(first["labels"], second["labels"])
     assert torch.equal(second["labels"], again["labels"])
     hidden = second["labels"][0] != -100
@@ -216,6 +276,10 @@ def test_evaluation_examples_that_were_trained_on_are_counted(sst2, tmp_path):
     assert (
         overlap(options, [replace(examples[0], label=1 - examples[0].label, inputs={"text": "new"}), examples[1]]) == 1
     )
+    # So does every input, in any order.
+    pair = replace(examples[0], inputs={**examples[0].inputs, "text_pair": "more"})
+    assert overlap(options, [pair]) == 0
+    assert _example_hash(pair) == _example_hash(replace(pair, inputs=dict(reversed(pair.inputs.items()))))
     text = tmp_path / "text.txt"
     text.write_text("the film")
     assert overlap(FinetuneStage(text=[str(text)]), examples) == 0
@@ -226,6 +290,8 @@ def test_the_hash_of_the_examples_goes_by_their_content(sst2, tmp_path):
     known = digest_of(options)
     assert digest_of(FinetuneStage(task="glue/sst2", data=sst2, seed=9)) == known
     assert digest_of(FinetuneStage(task="glue/sst2", data=sst2, limit=39)) != known
+    # It is in the records of trainings, and a resumption goes by it.
+    assert known == "bdaf35766c91caaf889849675a7c5bf9dbf62272704d288e5fe3452890ed49fa"
     file = Path(sst2) / "train.tsv"
     file.write_text(file.read_text().replace("fine", "dull"))
     assert digest_of(options) != known
@@ -316,6 +382,7 @@ def test_texts_are_read_whole_one_after_the_other_in_windows_of_the_length(langu
     made = read_data(options, tiny(architecture), tokenizer, labelled=True, language=language)
     assert {example.inputs["text"][:3] for example in made.split.examples} == {"the", "bad"}
     assert made.held_out.examples[-1].inputs["text"].startswith("bad")
+    assert len(made.held_out.examples) == 1
     assert max(made.tokens(row) for row in range(len(made.rows))) == 16
     # About one window of English for an example.
     stretches = [example.inputs["end"] - example.inputs["start"] for example in made.split.examples]

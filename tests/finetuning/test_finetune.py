@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import re
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from approx.conversion import surgery
 from approx.errors import ApproxError, Exit
 from approx.finetuning.finetune import BudgetMetError, finetune
 from approx.finetuning.options import FinetuneStage
-from approx.finetuning.trainer import Measure, Outcome
+from approx.finetuning.trainer import Interrupted, Measure, Outcome
 from approx.planning.plan import Plan
 from tiny_classifier import tiny_tokenizer
 from tiny_training import ROWS, model_of, options_of, trained
@@ -43,7 +44,10 @@ def test_it_learns_a_task_and_says_what_it_did(sst2, tmp_path):
     assert task.tokens == 40 * 8 * 6
     assert (task.steps, task.ended) == (40, "steps")
     assert any(what.startswith("task | loss") and "tokens/s" in what and "left" in what for what, _, _ in told)
-    assert ("score before training", 0, 1) in told
+    assert list(dict.fromkeys((what.partition(" | ")[0], total) for what, _, total in told)) == [
+        ("read the data", 1), ("score before training", 1), ("transfer", 40), ("task", 40), ("score after training", 1),
+    ]  # fmt: skip
+    assert {n for what, n, _ in told if " | " not in what} == {0}
     assert all(p.requires_grad for p in model.parameters())
     assert not model.training
     assert (done.examples, done.held_out, done.steps, done.recover) == (72, 8, 80, ["transfer", "task"])
@@ -229,9 +233,12 @@ def test_a_batch_that_cannot_be_shared_evenly_is_refused(sst2, tmp_path):
         trained(model_of(), tmp_path / "work", options_of(sst2, accumulate=3))
 
 
-def test_fsdp_is_refused_for_a_model_in_memory(sst2, tmp_path, monkeypatch):
+@pytest.mark.parametrize("count", [None, 4])
+def test_fsdp_is_refused_for_a_model_in_memory(count, sst2, tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "TRUE")
-    with pytest.raises(ApproxError, match="FSDP was asked for") as refused:
+    if count is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(count))
+    with pytest.raises(ApproxError, match=f"FSDP was asked for .* --nproc-per-node {count or 1} ") as refused:
         trained(model_of(), tmp_path / "work", options_of(sst2))
     assert refused.value.exit_code == Exit.UNSUPPORTED
     assert not (tmp_path / "work").exists()
@@ -259,10 +266,15 @@ def test_spans_get_shorter_with_their_penalty(sst2, tmp_path):
     assert heavy < free
 
 
-def test_recomputed_layers_give_the_same_weights(sst2, tmp_path):
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"recover": ["transfer"]}, {"recover": ["distill"], "distill": {"logits": 0.0, "attention": 1.0}}],
+    ids=str,
+)
+def test_recomputed_layers_give_the_same_weights(options, sst2, tmp_path):
     model, other = model_of(), model_of()
-    trained(model, tmp_path / "one", options_of(sst2, steps=3, evaluate_every=3))
-    trained(other, tmp_path / "other", options_of(sst2, steps=3, evaluate_every=3, recompute=True))
+    trained(model, tmp_path / "one", options_of(sst2, steps=3, evaluate_every=3, **options))
+    trained(other, tmp_path / "other", options_of(sst2, steps=3, evaluate_every=3, recompute=True, **options))
     for name, x in model.state_dict().items():
         assert torch.allclose(x, other.state_dict()[name], atol=1e-5), name
     assert not other.is_gradient_checkpointing
@@ -290,10 +302,39 @@ def test_text_continues_pre_training(architecture, tmp_path):
     surgery.convert(model, Plan.of("local", **settings))  # type: ignore[arg-type]  # settings are keywords of any kind
     options = FinetuneStage(text=[str(file)], length=16, steps=20, batch_size=8, learning_rate=5e-3, evaluate_every=20)
     done = finetune(model, tokenizer, options, folder=tmp_path / "work")
+    assert set(done.options) >= {"text", "length"}
     assert done.recover == ["mlm" if "Bert" in architecture else "clm"]
     assert done.before is not None
     assert done.after is not None
     assert done.after < 0.8 * done.before
+
+
+def test_a_model_without_a_score_ends_in_evaluation_mode_and_names_its_loss(tmp_path):
+    text = tmp_path / "corpus.txt"
+    text.write_text("the film is not very good the film is bad dull fine long " * 60, encoding="utf-8")
+    options = FinetuneStage(recover=["distill"], text=[str(text)], length=16, steps=1, batch_size=4)
+    done = finetune(model := model_of(), tiny_tokenizer(), options, folder=tmp_path / "work")
+    assert not model.training
+    assert (done.measure, done.exact, done.before, done.after) == ("loss", None, None, None)
+
+
+def test_an_order_of_labels_that_scores_far_better_is_still_noted_after_a_resumption(sst2, tmp_path):
+    (Path(sst2) / "train.tsv").write_text("\n".join(["sentence\tlabel", *ROWS * 4]) + "\n", encoding="utf-8")
+    base = model_of()
+    assert trained(base, tmp_path / "base", options_of(sst2, steps=40)).after > 0.9
+    with torch.no_grad():
+        for parameter in base.classifier.parameters():
+            parameter.copy_(parameter.flip(0))
+
+    def stop(what: str, n: int, total: int) -> None:
+        if " | " in what:
+            signal.raise_signal(signal.SIGINT)
+
+    options = options_of(sst2, steps=2, learning_rate=1e-9)
+    with pytest.raises(Interrupted):
+        trained(copy.deepcopy(base), tmp_path / "work", options, progress=stop)
+    done = trained(base, tmp_path / "work", options, resume=True)
+    assert "with the labels in another order: set --labels" in " ".join(done.notes)
 
 
 def test_options_are_told_as_plain_data(tmp_path):
@@ -316,7 +357,7 @@ def test_time_that_a_mode_does_not_need_is_that_of_the_next(sst2, tmp_path, monk
     def train(model: Any, phase: Any, *more: Any, **options: Any) -> Outcome:
         limits.append(phase.seconds)
         more[2].mkdir(parents=True)
-        return Outcome(phase.mode, 1, 1, 1, 1, next(took), "loss")
+        return Outcome(phase.mode, 1, 1, 1, 1, next(took), "loss", [], "steps")
 
     monkeypatch.setattr("approx.finetuning.finetune.train", train)
     options = options_of(sst2, recover=["transfer", "distill", "task"], time_budget="70s")

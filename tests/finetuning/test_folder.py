@@ -17,7 +17,7 @@ from approx.checkpoints.atomic_folder import CLAIM
 from approx.checkpoints.history import history, read_receipt, trainings
 from approx.conversion.convert import convert, revert
 from approx.errors import ApproxError, Exit
-from approx.finetuning.finetune import finetune_folder, rehearse
+from approx.finetuning.finetune import Healing, _remember, finetune_folder, rehearse
 from approx.finetuning.options import FinetuneStage
 from approx.finetuning.trainer import Interrupted
 from approx.planning.plan import Plan
@@ -43,9 +43,19 @@ def options_of(study: Path, **more: Any) -> FinetuneStage:
 
 
 def test_a_healed_folder_is_one_like_any_other_and_says_what_was_done(study, tmp_path):
+    said: list[tuple[str, int, int]] = []
     done = finetune_folder(
-        study / "converted", tmp_path / "healed", options_of(study, recover=["transfer", "distill", "task"], seed=5)
-    )
+        study / "converted", tmp_path / "healed", options_of(study, recover=["transfer", "distill", "task"], seed=5),
+        progress=lambda *words: said.append(words),
+    )  # fmt: skip
+    steps_said = [words for words in said if " | " not in words[0]]
+    assert steps_said == [
+        (what, 0, 1)
+        for what in (
+            "read the data", "score before training", "score after training", "checking padding and causality",
+            "writing", "comparing the weights", "reloading in a fresh process",
+        )
+    ]  # fmt: skip
     assert [phase["mode"] for phase in done["phases"]] == ["transfer", "distill", "task"]
     assert all(check["passed"] is not False for check in done["checks"])
     assert {"trained weights are bit-equal", "reload without approx is bit-equal"} <= {
@@ -129,7 +139,13 @@ def test_an_interrupted_training_is_kept_beside_and_resumed(study, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["healed.training"]
     with pytest.raises(ApproxError, match="--resume"):
         finetune_folder(study / "converted", tmp_path / "healed", options)
-    finetune_folder(study / "converted", tmp_path / "healed", options, resume=True)
+    # What is resumed is not started over, whatever may be replaced.
+    said: list[int] = []
+    finetune_folder(
+        study / "converted", tmp_path / "healed", options, resume=True, force=True,
+        progress=lambda what, n, total: said.append(n) if " | " in what else None,
+    )  # fmt: skip
+    assert said == [5, 6]
     finetune_folder(study / "converted", tmp_path / "whole", options)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["healed", "whole"]
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("healed", "whole")]
@@ -150,6 +166,8 @@ def test_a_training_killed_after_its_last_step_is_resumed_to_what_it_wrote(study
         finetune_folder(study / "converted", tmp_path / "healed", options)
     monkeypatch.undo()
     before = (tmp_path / "healed" / "model.safetensors").read_bytes()
+    # An earlier or later version looks for this name.
+    assert (tmp_path / "healed.training" / "outcome.json").is_file()
     # Another output of that name is neither replaced nor taken for this training's.
     shutil.copytree(tmp_path, tmp_path / "copy")
     shutil.rmtree(tmp_path / "copy" / "healed")
@@ -159,7 +177,13 @@ def test_a_training_killed_after_its_last_step_is_resumed_to_what_it_wrote(study
     assert caught.value.exit_code == Exit.REFUSED
     assert (tmp_path / "copy" / "healed.training").is_dir()
     shutil.rmtree(tmp_path / "copy")
+    removed: list[str] = []
+    unlink = Path.unlink
+    monkeypatch.setattr(Path, "unlink", lambda path, **more: (removed.append(path.name), unlink(path, **more)))
     done = finetune_folder(study / "converted", tmp_path / "healed", options, resume=True)
+    monkeypatch.undo()
+    # Killed once more, it would find the outcome or nothing to go on from.
+    assert removed[-4:-1] == ["training.json", "outcome.json", CLAIM]
     assert [phase["mode"] for phase in done["phases"]] == ["task"]
     assert all(check["passed"] is not False for check in done["checks"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["healed"]
@@ -264,10 +288,99 @@ def test_what_is_refused_leaves_nothing_behind(study, tmp_path):
         with pytest.raises(ApproxError, match=message):
             finetune_folder(study / "converted", tmp_path / "healed", options)
         assert not any(tmp_path.iterdir())
+    with pytest.raises(ApproxError, match="lies inside the input checkpoint"):
+        finetune_folder(study / "converted", study / "converted" / "healed", options_of(study))
+    assert not (study / "converted" / "healed").exists()
+
+
+def test_a_checkpoint_with_code_of_others_is_refused_before_it_is_trained(study, tmp_path):
+    shutil.copytree(study / "base", tmp_path / "own")
+    reader = tmp_path / "own" / "tokenizer_config.json"
+    reader.write_text(
+        json.dumps(
+            {
+                **json.loads(reader.read_text()),
+                "tokenizer_class": "TheirTokenizer",
+                "auto_map": {"AutoTokenizer": ["theirs.TheirTokenizer", None]},
+            }
+        )
+    )
+    for train in (
+        lambda: rehearse(tmp_path / "own", options_of(study)),
+        lambda: finetune_folder(tmp_path / "own", tmp_path / "healed", options_of(study)),
+    ):
+        with pytest.raises(ApproxError, match="needs code that transformers") as caught:
+            train()
+        assert caught.value.exit_code == Exit.UNSUPPORTED
+    assert [path.name for path in tmp_path.iterdir()] == ["own"]
+
+
+def test_folders_and_sharding_are_looked_at_before_the_checkpoint_is_opened(study, tmp_path, monkeypatch):
+    options, nowhere = options_of(study), tmp_path / "nowhere"
     (tmp_path / "healed").mkdir()
     (tmp_path / "healed" / "config.json").write_text("{}")
-    with pytest.raises(ApproxError, match="exists already"):
-        finetune_folder(study / "converted", tmp_path / "healed", options_of(study))
+    with pytest.raises(ApproxError, match="exists already") as caught:
+        finetune_folder(nowhere, tmp_path / "healed", options)
+    assert caught.value.exit_code == Exit.REFUSED
+    # A folder of the user that is in the way of the checkpoints, wherever those are wanted.
+    for out, working in ((tmp_path / "other", None), (tmp_path / "more", tmp_path / "mine")):
+        mine = working or out.with_name("other.training")
+        mine.mkdir()
+        (mine / "notes.txt").write_text("mine")
+        with pytest.raises(
+            ApproxError, match=f"{mine.name} exists and is not a training of approx: it holds notes.txt"
+        ) as caught:
+            finetune_folder(nowhere, out, options, working=working)
+        assert caught.value.exit_code == Exit.REFUSED
+    with pytest.raises(ApproxError, match="cannot be written"):
+        finetune_folder(nowhere, Path("/proc/self/out"), options)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    for train in (lambda: rehearse(nowhere, options), lambda: finetune_folder(nowhere, tmp_path / "new", options)):
+        with pytest.raises(ApproxError, match="FSDP was asked for") as caught:
+            train()
+        assert caught.value.exit_code == Exit.UNSUPPORTED
+    assert (tmp_path / "mine" / "notes.txt").read_text() == "mine"
+    assert not (tmp_path / "new").exists()
+
+
+def test_checkpoints_are_kept_where_they_are_wanted_and_go_with_the_last(study, tmp_path):
+    found: list[str] = []
+
+    def look(what: str, n: int, total: int) -> None:
+        if " | " in what and n == 5:
+            found.extend(sorted(path.name for path in (tmp_path / "mine" / "0-task").iterdir()))
+
+    finetune_folder(
+        study / "converted",
+        tmp_path / "healed",
+        options_of(study, recover=["task"]),
+        working=tmp_path / "mine",
+        progress=look,
+    )
+    assert found == ["checkpoint-3"]
+    assert [path.name for path in tmp_path.iterdir()] == ["healed"]
+
+
+def test_the_text_that_was_trained_on_is_not_named_in_the_checkpoint(study):
+    opened = checkpoint.load(study / "converted")
+    done = Healing(
+        ["clm"],
+        [],
+        "perplexity",
+        3.0,
+        5.0,
+        4.0,
+        2,
+        18,
+        "abc",
+        {"text": ["private/diary.txt"], "data": "private", "steps": 1},
+        1.0,
+        [],
+    )
+    _remember(opened, FinetuneStage(), done, None)
+    step = trainings(opened.model.config.approx)[0]
+    assert (step.options, step.seconds, step.steps) == ({"steps": 1}, 0.0, 0)
+    assert (step.measure, step.exact, step.before, step.after) == ("perplexity", 3.0, 5.0, 4.0)
 
 
 def test_a_rehearsal_measures_a_step_of_each_mode_and_changes_nothing(study):
@@ -281,7 +394,7 @@ def test_a_rehearsal_measures_a_step_of_each_mode_and_changes_nothing(study):
     assert 0 < task["trained"] < task["parameters"]
     assert all(phase["seconds"] > 0 and phase["memory_mb"] > 0 for phase in planned["phases"])
     assert (planned["examples"], planned["held_out"], planned["measure"]) == (72, 8, "accuracy")
-    assert (planned["approximated"], planned["notes"]) == (1.0, [])
+    assert (planned["name"], planned["approximated"], planned["notes"]) == (str(study / "converted"), 1.0, [])
     assert (study / "converted" / "model.safetensors").read_bytes() == before
     assert sorted(path.name for path in study.iterdir()) == ["SST-2", "base", "converted"]
 

@@ -1,5 +1,6 @@
 """What training makes small, against what it is said to be."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -166,6 +167,9 @@ def test_the_relative_error_leaves_out_what_does_not_count():
     given, due = torch.tensor([[1.0, 2.0], [9.0, 9.0]]), torch.tensor([[1.0, 4.0], [0.0, 0.0]])
     assert float(relative_error(given, due, torch.tensor([[1.0], [0.0]]))) == pytest.approx(4 / 17)
     assert float(relative_error(given, due)) == pytest.approx((4 + 162) / 17)
+    # Of a target of nothing but zeros, which nothing can be relative to, an equal output has no error.
+    assert float(relative_error(due[1], due[1])) == 0.0
+    assert float(relative_error(given, due, torch.zeros(2, 1))) == 0.0
 
 
 def test_a_teacher_keeps_extended_positions():
@@ -227,7 +231,8 @@ def test_a_single_number_is_distilled_by_its_squared_error_and_two_heads_by_thei
 
 
 def test_targets_are_read_only_where_labels_count():
-    own, inputs = torch.randn(2, 3), {"input_ids": torch.ones(2, 4), "labels": torch.tensor([0, 1])}
+    own, targets = torch.randn(2, 3), {"labels", "start_positions", "end_positions"}
+    inputs = {"input_ids": torch.ones(2, 4), **dict.fromkeys(targets, torch.tensor([0, 1]))}
     teacher, student = Fixed(own), Fixed(own, loss=torch.tensor(0.25))
     assert float(Distill(teacher, Distillation(hidden=0.0)).loss(student, student, inputs)) == pytest.approx(
         0.0, abs=1e-6
@@ -235,7 +240,7 @@ def test_targets_are_read_only_where_labels_count():
     assert [set(one.calls[0]) for one in (teacher, student)] == [{"input_ids"}] * 2
     loss = Distill(teacher, Distillation(hidden=0.0, labels=3.0)).loss(student, student, inputs)
     assert float(loss) == pytest.approx(0.75, abs=1e-6)
-    assert [set(one.calls[1]) for one in (teacher, student)] == [{"input_ids"}, {"input_ids", "labels"}]
+    assert [set(one.calls[1]) for one in (teacher, student)] == [{"input_ids"}, {"input_ids", *targets}]
 
 
 @pytest.mark.parametrize("part", ["hidden", "attention"])
@@ -262,6 +267,42 @@ def test_each_part_is_a_mean_over_layers_by_its_weight(part):
         own, due = ([call.output for call in into] for into in calls.values())
     errors = [float(((x - y) * mask).square().sum() / (y * mask).square().sum()) for x, y in zip(own, due, strict=True)]
     assert once == pytest.approx(sum(errors) / 3, rel=1e-4)
+
+
+def test_transfer_with_projections_compares_what_mechanisms_make_of_their_own_inputs_with_the_base():
+    model = converted("BertForSequenceClassification", **HEDGEHOG)
+    inputs = inputs_of(model)
+    names = [f"{layer}.weight" for layer in attention_layers(model, inputs)["before"]]
+    loss = Transfer(model, joint=False, match="outputs", projections=names).loss(model, model, inputs)
+    calls: dict[str, list[Any]] = {"due": [], "own": []}
+    with torch.no_grad(), observe(model, calls["own"].append):
+        model.eval()(**inputs)
+    with torch.no_grad(), exactly(model), observe(model, calls["due"].append):
+        model.eval()(**inputs)
+    real = inputs["attention_mask"][:, None, :, None]
+    errors = [relative_error(own.output, due.output, real) for own, due in zip(calls["own"], calls["due"], strict=True)]
+    assert float(loss.detach()) == pytest.approx(float(torch.stack(errors).mean()), rel=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["BertForSequenceClassification", "GPT2LMHeadModel", "LlamaForCausalLM"])
+@pytest.mark.parametrize("joint", [False, True])
+def test_outputs_are_compared_with_exact_attention_on_the_same_inputs(architecture, joint):
+    model = converted(architecture, **HEDGEHOG)
+    inputs, calls = inputs_of(model), []
+    objective = Transfer(model, joint=joint, match="outputs")
+    loss = float(objective.loss(model, model, inputs).detach())
+    with torch.no_grad(), nullcontext() if joint else exactly(model), observe(model, calls.append):
+        model.eval()(**inputs)
+    errors = []
+    for call in calls:
+        k, v = (x.repeat_interleave(call.q.shape[1] // x.shape[1], 1) for x in (call.k, call.v))
+        seen = call.mask[:, None, None].expand(-1, 1, call.q.shape[2], -1)
+        seen = seen.tril() if call.mechanism.causal else seen
+        scores = (call.q @ k.transpose(2, 3) * call.mechanism.scale).masked_fill(~seen, float("-inf"))
+        with torch.no_grad():
+            mine = call.mechanism(call.q, call.k, call.v, call.mask)
+        errors.append(relative_error(mine, scores.softmax(-1).nan_to_num() @ v, call.mask[:, None, :, None]))
+    assert loss == pytest.approx(float(torch.stack(errors).mean()), rel=1e-3)
 
 
 def test_transfer_is_the_mean_over_layers_of_the_error_on_the_same_inputs():

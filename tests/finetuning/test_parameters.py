@@ -1,10 +1,12 @@
 """Which parameters are trained, adapters, and modes that a model cannot use."""
 
+import sys
+
 import pytest
 import torch
 
 from approx.conversion import surgery
-from approx.errors import ApproxError
+from approx.errors import ApproxError, Exit
 from approx.finetuning.options import Lora
 from approx.finetuning.trainer import (
     add_adapters,
@@ -110,11 +112,24 @@ def test_adapters_go_where_they_are_asked_for():
         add_adapters(tiny("BertForSequenceClassification"), Lora(targets=["qeury"]), sample(model), seed=0)
 
 
+def test_adapters_need_their_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    model = tiny("BertForSequenceClassification")
+    with pytest.raises(
+        ApproxError, match=r"needs the package peft .*pip install 'approx-attention\[train\]'"
+    ) as caught:
+        add_adapters(model, Lora(), sample(model), seed=0)
+    assert caught.value.exit_code == Exit.MISSING
+
+
 @pytest.mark.parametrize(
     ("modes", "mechanism", "text", "message"),
     [
         (["transfer"], "local", False, "local has none"),
+        (["transfer"], "local", False, r"or let it train the projections \(--projections\)"),
         (["task", "lora"], "linear", False, "'lora' comes last"),
+        (["lora"], "linear", False, "'lora' comes last"),
+        (["mlm"], "linear", False, "'mlm' continues pre-training on plain text"),
         (["task", "task"], "linear", False, "names a mode twice"),
         (["clm"], "linear", False, "plain text"),
         (["task"], "linear", True, "needs labels"),

@@ -1,5 +1,6 @@
 """Settings of each mode, from what was asked for, the data and the model; nothing is trained."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -52,6 +53,34 @@ def test_a_mode_has_its_defaults_until_others_are_asked_for(data, recover, optio
     assert isinstance(phase.objective, {"transfer": Transfer, "distill": Distill, "task": Supervised}[recover])
 
 
+@pytest.mark.parametrize(
+    ("mode", "architecture", "rate"), [("clm", "GPT2LMHeadModel", 2e-4), ("mlm", "BertForMaskedLM", 1e-4)]
+)
+def test_pre_training_has_its_own_defaults_and_three_times_the_time_of_transfer(mode, architecture, rate, tmp_path):
+    file = tmp_path / "corpus.txt"
+    file.write_text("the film is not very good the film is bad dull fine long " * 60)
+    model, tokenizer = tiny(architecture), tiny_tokenizer()
+    tokenizer.add_special_tokens({"mask_token": "[MASK]"})
+    surgery.convert(model, Plan.of("linear", feature_map="hedgehog"))
+    stage = FinetuneStage(recover=["transfer", mode], text=[str(file)], length=16, time_budget="80s")
+    transfer, phase = prepare_training(model, tokenizer, stage).phases
+    assert (transfer.seconds, phase.seconds) == (20.0, 60.0)
+    assert (phase.batch_size, phase.learning_rate, phase.own_learning_rate) == (16, rate, pytest.approx(10 * rate))
+
+
+@pytest.mark.parametrize(
+    ("mode", "architecture", "task"), [("mlm", "GPT2LMHeadModel", "mlm"), ("clm", "BertForMaskedLM", "lm")]
+)
+def test_a_text_is_read_as_the_mode_asks_and_refused_where_the_head_does_not_fit(mode, architecture, task, tmp_path):
+    file = tmp_path / "corpus.txt"
+    file.write_text("the film is not very good the film is bad dull fine long " * 60)
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"mask_token": "[MASK]"})
+    with pytest.raises(ApproxError, match=rf"^{task}\b") as caught:
+        prepare_training(tiny(architecture), tokenizer, FinetuneStage(recover=[mode], text=[str(file)], length=16))
+    assert caught.value.exit_code == Exit.UNSUPPORTED
+
+
 @pytest.mark.parametrize(("batch", "steps"), [(1, 72 * 4), (2, 200)])
 def test_steps_are_those_of_one_pass_within_bounds(data, tmp_path, batch, steps):
     from pathlib import Path
@@ -79,7 +108,7 @@ def test_options_reach_every_mode(data):
     options = {"accumulate": 2, "patience": 3, "penalty": 0.25, "recompute": True, "bfloat16": True, "seed": 5}
     for phase in prepared(data, recover=["transfer", "task"], **options).phases:
         assert {name: getattr(phase, name) for name in options} == options
-        assert (phase.seconds, phase.report_to) == (None, None)
+        assert (phase.seconds, phase.report_to) == (math.inf, None)
     (plain,) = prepared(data, recover=["task"]).phases
     assert (plain.accumulate, plain.patience, plain.penalty, plain.recompute, plain.bfloat16) == (
         1,
@@ -230,6 +259,22 @@ def test_the_metric_is_that_of_the_held_out_examples(data):
     assert made.measure.value() == right / 8
 
 
+def test_held_out_examples_are_scored_at_the_length_that_is_trained(data, tmp_path):
+    model = model_of(None)
+    (tmp_path / "SST-2").mkdir()
+    rows = [f"{'good ' * (row % 5)}{'bad ' * 12}{'fine film ' * 3}\t{row % 2}" for row in range(80)]
+    (tmp_path / "SST-2" / "train.tsv").write_text("\n".join(["sentence\tlabel", *rows]) + "\n")
+    with torch.no_grad():
+        model.classifier.weight.mul_(30)
+    made = prepared(str(tmp_path / "SST-2"), model, recover=["task"], length=8)
+    right = 0
+    for example in made.data.held_out.examples:
+        ids = tiny_tokenizer()(example.inputs["text"], truncation=True, max_length=8)["input_ids"]
+        with torch.no_grad():
+            right += int(model.eval()(input_ids=torch.tensor([ids])).logits.argmax()) == example.label
+    assert known(made.measure.value)() == right / 8
+
+
 @pytest.mark.parametrize(
     ("reach", "share", "shortest", "notes"), [(1, 1.0, 6, 0), (3, 1.0, 6, 0), (5, 0.0, None, 1), (6, 0.0, None, 1)]
 )
@@ -257,7 +302,9 @@ def test_a_value_suffices_on_its_own_side_of_the_budget(lower, enough, value, su
 
 def test_what_is_missing_is_told_before_the_data_are_read(data, monkeypatch):
     monkeypatch.setattr("approx.finetuning.finetune.find_spec", lambda name: None)
-    with pytest.raises(ApproxError, match="Training needs the package accelerate") as caught:
+    with pytest.raises(
+        ApproxError, match=r"Training needs the package accelerate. Install it: pip install 'approx-attention\[train\]'"
+    ) as caught:
         prepared("nowhere", recover=["task"])
     assert caught.value.exit_code == Exit.MISSING
 

@@ -1,5 +1,6 @@
 """Interrupted training goes on to the same weights, and only where it is the same training."""
 
+import json
 import os
 import shutil
 import signal
@@ -98,6 +99,24 @@ def test_a_training_that_was_stopped_while_it_scored_goes_on(sst2, tmp_path):
     assert trained(model_of(), tmp_path / "work", options, resume=True).steps == 2
 
 
+def test_an_error_after_a_resumption_is_not_one_of_the_checkpoint(sst2, tmp_path):
+    options = options_of(sst2, steps=6)
+
+    def stop(at: int, error: type[BaseException] | None = None) -> Any:
+        def progress(what: str, n: int, total: int) -> None:
+            if " | " in what and n == at:
+                if error is not None:
+                    raise error("of the user")
+                signal.raise_signal(signal.SIGINT)
+
+        return progress
+
+    with pytest.raises(Interrupted):
+        trained(model_of(), tmp_path / "work", options, progress=stop(2))
+    with pytest.raises(ZeroDivisionError, match="of the user"):
+        trained(model_of(), tmp_path / "work", options, resume=True, progress=stop(4, ZeroDivisionError))
+
+
 def test_a_finished_mode_and_the_scores_are_not_repeated(sst2, tmp_path, monkeypatch):
     options = options_of(sst2, recover=["transfer", "task"], steps=3, evaluate_every=3)
 
@@ -159,6 +178,15 @@ def test_a_training_goes_on_only_with_the_same_options_and_examples(sst2, tmp_pa
         changed.classifier.bias.add_(1)
     with pytest.raises(ApproxError, match="with other weights"):
         trained(changed, work, options, resume=True)
+    kept = json.loads((work / "training.json").read_text())["about"]
+    # Whatever is a default of this version of transformers counts too; where and how long it trains does not.
+    assert kept["config"]["hidden_act"] == "gelu"
+    assert not {"_name_or_path", "transformers_version"} & set(kept["config"])
+    assert not {"time_budget", "report_to"} & set(kept["options"])
+    other_class = model_of()
+    other_class.__class__ = type(f"Other{type(other_class).__name__}", (type(other_class),), {})
+    with pytest.raises(ApproxError, match=r"with other architecture\."):
+        trained(other_class, work, options, resume=True)
     drier = model_of()
     drier.config.hidden_dropout_prob = 0.5
     with pytest.raises(ApproxError, match=r"with other settings in config\.json\."):

@@ -1,6 +1,7 @@
 """One mode: rates, decay, penalties, counts, what the Trainer leaves behind, and a loss that nothing changes."""
 
 import copy
+import hashlib
 import json
 import math
 import signal
@@ -10,10 +11,21 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.utils import logging
 
 from approx.errors import ApproxError, Exit
 from approx.finetuning.finetune import prepare_training
-from approx.finetuning.trainer import Measure, Schedule, _Trainer, disk_errors, last_complete, signals, train
+from approx.finetuning.trainer import (
+    Measure,
+    Schedule,
+    Watch,
+    _hashes,
+    _Trainer,
+    disk_errors,
+    last_complete,
+    signals,
+    train,
+)
 from tiny_classifier import tiny_tokenizer
 from tiny_training import model_of, options_of, trained, write_sst2
 
@@ -26,6 +38,52 @@ def test_after_bfloat16_training_the_forward_pass_is_that_of_the_weights_again(s
     fresh.load_state_dict(model.state_dict())
     with torch.no_grad():
         assert torch.equal(model.eval()(**inputs).logits, fresh(**inputs).logits)
+
+
+@pytest.mark.parametrize("bfloat16", [False, True])
+def test_layers_run_in_the_precision_asked_for_and_the_model_is_left_as_it_was(bfloat16, sst2, tmp_path):
+    model, kinds = model_of(), set()
+    before = set(vars(model))
+    hook = model.classifier.register_forward_hook(
+        lambda module, args, output: kinds.add(output.dtype) if module.training else None
+    )
+    trained(model, tmp_path / "work", options_of(sst2, steps=2, bfloat16=bfloat16))
+    hook.remove()
+    assert kinds == {torch.bfloat16 if bfloat16 else torch.float32}
+    # A mark that accelerate leaves.
+    assert set(vars(model)) - before == {"_is_accelerate_prepared"}
+
+
+def test_training_prints_nothing_and_leaves_the_log_level_of_the_user(sst2, tmp_path, capfd):
+    level = logging.get_verbosity()
+    logging.set_verbosity_info()
+    asked = logging.get_verbosity()
+    try:
+        trained(model_of(), tmp_path / "work", options_of(sst2, recover=["transfer", "task"], steps=3))
+        assert logging.get_verbosity() == asked
+    finally:
+        logging.set_verbosity(level)
+    said = capfd.readouterr()
+    assert said.out == ""
+    # The bar of a training has its number of steps.
+    assert "/3 [" not in said.err
+
+
+def test_dropout_goes_by_the_seed_and_not_by_what_was_drawn_before(sst2, tmp_path):
+    weights = []
+    for number, seed in enumerate((3, 3, 4)):
+        model = model_of()
+        prepared = prepare_training(model, tiny_tokenizer(), options_of(sst2, steps=1))
+        # One input, so that its order tells nothing.
+        data = replace(prepared.data, rows=prepared.data.rows[:1], encodings=prepared.data.encodings[:1])
+        torch.manual_seed(number)
+        train(
+            model, replace(prepared.phases[0], seed=seed), data, Measure("loss", True, lambda: 0.0),
+            tmp_path / str(number), resume=False, progress=lambda *words: None,
+        )  # fmt: skip
+        weights.append(model.classifier.weight.detach())
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
 
 
 def test_a_mode_that_can_train_nothing_is_refused(sst2, tmp_path):
@@ -106,16 +164,19 @@ def test_a_training_is_one_by_hand_in_float64(accumulate, sst2, tmp_path):
             for name, one in other.named_parameters()
         ]
     )
-    order, norms = Schedule(prepared.data, 8, 10, phase.seed), []
+    order, norms, losses, used = Schedule(prepared.data, 8, 10, phase.seed), [], [], []
     for step in range(10):
         batch = prepared.data.batch([order[place][0] for place in range(8 * step, 8 * step + 8)], 0)
         labels = batch.pop("labels")
         optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(other(**batch).logits, labels).backward()
+        loss = torch.nn.functional.cross_entropy(other(**batch).logits, labels)
+        loss.backward()
+        losses.append(float(loss.detach()))
         norms.append(float(torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0)))
         now = (1 + math.cos(math.pi * step / 10)) / 2
         for name, group in zip(rates, optimizer.param_groups, strict=True):
             group["lr"] = rates[name] * now
+        used.append(1e-3 * now)
         optimizer.step()
     assert max(norms) > 1
     outcome = train(
@@ -123,6 +184,10 @@ def test_a_training_is_one_by_hand_in_float64(accumulate, sst2, tmp_path):
         progress=lambda *words: None,
     )  # fmt: skip
     assert (outcome.steps, outcome.best_step, outcome.tokens) == (10, 10, 10 * 8 * 6)
+    assert outcome.seconds == round(outcome.seconds, 1)
+    assert [point["step"] for point in outcome.curve] == list(range(1, 11))
+    assert [point["loss"] for point in outcome.curve] == pytest.approx(losses, rel=1e-4)
+    assert [point["learning_rate"] for point in outcome.curve] == pytest.approx(used)
     for name, x in model.state_dict().items():
         torch.testing.assert_close(x, other.state_dict()[name], rtol=1e-6, atol=1e-8, msg=name)
 
@@ -155,6 +220,9 @@ def test_the_best_step_is_that_of_the_best_value_on_its_side(
     )  # fmt: skip
     assert (outcome.best_step, outcome.steps, outcome.ended) == (best, steps, ended)
     assert torch.equal(model.classifier.weight, weights[best - 1])
+    # Kept are the best and the last.
+    kept = {path.name for path in (tmp_path / "work").iterdir()}
+    assert kept == {f"checkpoint-{best}", f"checkpoint-{steps}"} or len(kept) == 2 > len({best, steps})
     curve = {point["step"]: point["validation"] for point in outcome.curve if "validation" in point}
     assert curve == dict(enumerate(values[:steps], 1))
 
@@ -187,12 +255,61 @@ def test_a_step_is_shared_among_its_passes(trainer, batch, accumulate, each):
     assert (arguments.max_steps, arguments.logging_steps, arguments.seed) == (250, 2, 3)
     assert (arguments.eval_steps, arguments.save_steps, arguments.load_best_model_at_end) == (7, 7, True)
     assert (arguments.metric_for_best_model, arguments.greater_is_better) == ("eval_accuracy", True)
+    assert arguments.use_cpu
+
+
+@pytest.mark.parametrize(("mode", "found"), [("transfer", False), ("distill", True), ("task", True)])
+def test_in_several_processes_parameters_without_gradients_are_looked_for_unless_all_would_be(trainer, mode, found):
+    arguments = trainer(mode=mode).args
+    assert arguments.ddp_find_unused_parameters is found
+    assert arguments.log_level_replica == "passive"
 
 
 def test_a_batch_of_one_input_is_a_batch(trainer):
     made = trainer()
     (one,) = made._collated([(3, 1)])["input_ids"].tolist()
     assert one == made.data.encodings[3]["input_ids"]
+
+
+def test_a_batch_is_that_of_its_pass(trainer):
+    made = trainer()
+    made.data = SimpleNamespace(batch=lambda rows, passed: (rows, passed))
+    assert made._collated([(3, 2), (5, 2)]) == ([3, 5], 2)
+
+
+@pytest.mark.parametrize(
+    ("used", "stopped", "ends", "validates", "ended"),
+    [
+        (0.99, False, False, False, "steps"),
+        (1.0, False, True, True, "time"),
+        (1.5, False, True, True, "time"),
+        # The state is kept, and the time is up again after a resumption.
+        (1.5, True, True, False, "steps"),
+        (0.5, True, True, False, "steps"),
+    ],
+)
+def test_a_step_is_the_last_when_time_is_up_or_a_signal_came(
+    trainer, monkeypatch, used, stopped, ends, validates, ended
+):
+    made = trainer(seconds=100.0)
+    made.create_optimizer()
+    made.create_scheduler(100)
+    made.watch.stopped = stopped
+    monkeypatch.setattr(made.watch, "seconds", lambda: 100.0 * used)
+    control = SimpleNamespace(should_training_stop=False, should_save=False, should_evaluate=False)
+    assert made.watch.on_step_end(None, SimpleNamespace(global_step=1), control) is control
+    assert (control.should_training_stop, control.should_save, control.should_evaluate) == (ends, ends, validates)
+    assert made.watch.ended == ended
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "stops"), [(False, 0.0, False), (True, 0.0, True), (False, 0.25, True), (True, 0.75, True)]
+)
+def test_all_processes_stop_as_soon_as_one_has_to(own, others, stops):
+    made: Any = SimpleNamespace(
+        args=SimpleNamespace(device=torch.device("cpu")), accelerator=SimpleNamespace(reduce=lambda x: x / 4 + others)
+    )
+    assert Watch(made, lambda *words: None)._agreed(own) is stops
 
 
 def test_the_penalty_of_spans_is_added_by_its_weight(tmp_path):
@@ -225,7 +342,8 @@ def test_tokens_and_time_are_counted_and_survive_an_interruption(trainer, monkey
     assert watch.share_of_time() == pytest.approx(0.4, abs=0.05)
     assert json.loads(watch.kept({}))["tokens"] == 7
     assert 40.0 <= json.loads(watch.kept({}))["seconds"] < 45.0
-    assert trainer(seconds=None).watch.share_of_time() == 0.0
+    assert trainer().watch.seconds() < 0.5
+    assert trainer().watch.share_of_time() == 0.0
 
 
 def test_the_line_of_progress_tells_rate_speed_and_what_is_left(trainer, monkeypatch):
@@ -237,6 +355,7 @@ def test_the_line_of_progress_tells_rate_speed_and_what_is_left(trainer, monkeyp
     made.create_optimizer()
     made.create_scheduler(100)
     made.watch.on_log(None, None, None, logs={"loss": 0.51239})
+    made.watch.on_log(None, None, None, logs={"eval_accuracy": 0.5})
     made.watch._say(SimpleNamespace(global_step=25))
     ((words, done, total),) = said
     first = made.phase.learning_rate / 6
@@ -263,8 +382,23 @@ def test_the_latest_complete_checkpoint_goes_by_its_step(tmp_path, complete):
         (tmp_path / f"checkpoint-{step}").mkdir()
         if step in complete:
             (tmp_path / f"checkpoint-{step}" / "complete.json").write_text("{}")
+    # Of the user, whatever is in it.
+    (tmp_path / "checkpoint-best").mkdir()
+    (tmp_path / "checkpoint-best" / "complete.json").write_text("{}")
     found = last_complete(tmp_path)
     assert found == (tmp_path / f"checkpoint-{max(complete)}" if complete else None)
+
+
+def test_files_up_to_a_megabyte_are_hashed_and_tensors_are_not(tmp_path):
+    for name, size in (("trainer_state.json", 2), ("scheduler.pt", 1_000_000), ("model.safetensors", 1_000_001)):
+        (tmp_path / name).write_bytes(bytes(size))
+    (tmp_path / "complete.json").write_text("{}")
+    (tmp_path / "folder").mkdir()
+    digests = {
+        name: hashlib.sha256(bytes(size)).hexdigest()
+        for name, size in (("trainer_state.json", 2), ("scheduler.pt", 10**6))
+    }
+    assert _hashes(tmp_path) == digests
 
 
 def test_a_full_disk_names_the_state_that_is_kept(tmp_path):

@@ -488,34 +488,46 @@ def _cautions(receipt: Receipt, *, trained: bool, published: Publication | None)
 
 def _told(step: Conversion | Training) -> str:
     """One step of a history, with everything that it depends on."""
-    base = _code(step.base.name) + (f", revision {step.base.revision}," if step.base.revision else "")
-    merged = f" with its {step.base.adapter} adapter merged" if step.base.adapter else ""
-    start = f"from {base}{merged} (weights sha256 `{step.base.weights_sha256[:16]}…`) by approx {step.approx}"
+    base = _code(step.base.name) + (f", revision {_plain(step.base.revision)}," if step.base.revision else "")
+    merged = f" with its {_plain(step.base.adapter)} adapter merged" if step.base.adapter else ""
+    start = f"from {base}{merged} (weights sha256 {_digest(step.base.weights_sha256)}) by approx {_plain(step.approx)}"
     if isinstance(step, Conversion):
         longer = f"; positions extended to {step.max_length:,}" if step.max_length else ""
         text = (
-            f"{_code(step.calibration.name)}, sha256 `{step.calibration.sha256[:16]}…`"
+            f"{_code(step.calibration.name)}, sha256 {_digest(step.calibration.sha256)}"
             if step.calibration
             else "built-in inputs"
         )
         plan = "; ".join(_rule(rule) for rule in step.plan)
         return f"Converted {start}: {plan}{longer}. Calibration: {text}, {step.calibration_length:,} tokens a row."
-    said = f"Trained {start}: `{','.join(step.recover)}` on {step.task or 'plain text'}, {step.steps:,} steps, {step.examples:,} examples (sha256 `{step.data_sha256[:16]}…`), seed {step.seed}."
+    said = f"Trained {start}: {_code(','.join(step.recover))} on {_plain(step.task or 'plain text')}, {step.steps:,} steps, {step.examples:,} examples (sha256 {_digest(step.data_sha256)}), seed {step.seed}."
     if step.teacher is not None:
-        said += f" Teacher: {_code(step.teacher.name)} (weights sha256 `{step.teacher.weights_sha256[:16]}…`)."
+        said += f" Teacher: {_code(step.teacher.name)} (weights sha256 {_digest(step.teacher.weights_sha256)})."
     if step.after is not None:
         scores = [("with exact attention", step.exact), ("before", step.before), ("after", step.after)]
         listed = ", ".join(f"{value:.4f} {when}" for when, value in scores if value is not None)
-        said += f" {step.measure} on {step.held_out:,} held-out training examples: {listed}."
-    options = ", ".join(f"{name} = {value}" for name, value in step.options.items() if value not in (None, [], {}))
+        said += f" {_plain(step.measure)} on {step.held_out:,} held-out training examples: {listed}."
+    options = ", ".join(
+        f"{name} = {_plain(value)}" for name, value in step.options.items() if value not in (None, [], {})
+    )
     return said + (f" Options: {options}." if options else "")
 
 
 def _rule(rule: dict[str, Any]) -> str:
-    settings = ", ".join(f"{name} = {value}" for name, value in (rule.get("settings") or {}).items())
-    heads = f", heads {rule['heads']}" if rule.get("heads", "all") != "all" else ""
+    settings = ", ".join(f"{_plain(name)} = {_plain(value)}" for name, value in (rule.get("settings") or {}).items())
+    heads = f", heads {_plain(rule['heads'])}" if rule.get("heads", "all") != "all" else ""
     below = f", exact below {rule['exact_below']:,} tokens" if rule.get("exact_below") else ""
-    return f"{_code(rule['mechanism'])}{f' ({settings})' if settings else ''} on layers {rule.get('layers', 'all')}{heads}{below}"
+    return f"{_code(rule['mechanism'])}{f' ({settings})' if settings else ''} on layers {_plain(rule.get('layers', 'all'))}{heads}{below}"
+
+
+def _plain(value: object) -> str:
+    """A value of a history that others may have written: as code if anything in it could be markup."""
+    text = str(value)
+    return text if re.fullmatch(r"[\w ,.:/+='\[\]{}()-]*", text) and "](" not in text else _code(text)
+
+
+def _digest(sha256: str) -> str:
+    return _code(f"{sha256[:16]}…")
 
 
 def _code(name: str) -> str:

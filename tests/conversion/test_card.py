@@ -1,10 +1,12 @@
 """The model card of a converted folder: its base and the inherited license."""
 
+import re
+
 import pytest
 from huggingface_hub import ModelCard
 
 from approx.checkpoints import checkpoint
-from approx.checkpoints.history import Receipt
+from approx.checkpoints.history import Base, Conversion, Receipt, Training
 from approx.conversion import convert
 from approx.planning.plan import Plan, Rule
 from tiny_study import tiny_checkpoint
@@ -80,3 +82,32 @@ def test_the_card_tells_when_not_to_use_the_model_and_its_whole_history(converte
     assert "- Its quality and speed were not measured here" in text
     assert "nearly broken until it is fine-tuned" in text
     assert "`improved-clustered` (clusters = 4) on layers all; `linear` on layers 1. Calibration: built-in" in text
+
+
+def test_what_others_wrote_into_a_history_is_no_markup_on_the_card():
+    bad = "x](https://evil.example) <img src=x> | **y**\n# z"
+    base = Base(name=bad, revision=bad, weights_sha256=bad, adapter=bad)
+    rule = {"mechanism": bad, "settings": {bad: bad}, "layers": bad, "heads": bad}
+    numbers = {"examples": 1, "held_out": 1, "steps": 1, "seconds": 1.0, "seed": 0, "exact": None, "before": None}
+    steps = [
+        Conversion(approx=bad, base=base, plan=[rule], calibration_length=8),
+        Training(
+            approx=bad,
+            base=base,
+            recover=[bad],
+            task=bad,
+            data_sha256=bad,
+            teacher=base,
+            measure=bad,
+            after=1.0,
+            options={"a": bad},
+            **numbers,
+        ),
+    ]
+    for step in steps:
+        line = convert._told(step)
+        assert "\n" not in line
+        outside = re.sub(r"(`+) .*? \1|`[^`]*`", "", line)
+        assert not set("<>*#|") & set(outside)
+        assert "](" not in outside
+    assert "(clusters = 4)" in convert._rule({"mechanism": "clustered", "settings": {"clusters": 4}})

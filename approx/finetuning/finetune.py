@@ -197,7 +197,7 @@ def _phase(
     batch_size, rate, _ = _DEFAULTS[mode]
     batch_size = options.batch_size or batch_size
     rate = options.learning_rate or rate * (_ADAPTERS_FASTER if adapted else 1.0)
-    own_rate = rate if mode == "transfer" or options.learning_rate else rate * _OWN_FASTER
+    own_rate = rate if options.learning_rate else rate * _OWN_FASTER
     one_pass = trainer.steps_of_pass(len(read.rows), batch_size)
     if options.steps is not None:
         steps = options.steps

@@ -15,6 +15,8 @@ def launches() -> Iterator[Launch]:
     for size in (64, 80, 128):
         yield Launch(f"bfloat16, {size}, causal, key mask", _both(half, size, masked=True))
     yield Launch("bfloat16, 128", _both(half, 128, causal=False))
+    for causal, told in ((False, ""), (True, ", causal")):
+        yield Launch(f"bfloat16, 64{told}, rows and weights of each head", _both(half, 64, causal=causal, own=True))
     yield Launch("bfloat16, 64, causal, relu", _both(half, 64, kernel="relu"))
     yield Launch("bfloat16, 64, causal, values of 32, 100 features", _both(half, 64, values=32, features=100))
     for size in (64, 128):
@@ -31,10 +33,10 @@ def launches() -> Iterator[Launch]:
 
 def _both(
     dtype: torch.dtype, size: int, *, values: int | None = None, features: int = 256, causal: bool = True,
-    kernel: str = "softmax", masked: bool = False,
+    kernel: str = "softmax", masked: bool = False, own: bool = False,
 ) -> Callable[[], None]:  # fmt: skip
     def run() -> None:
-        q, v, launches = _given(dtype, size, values or size, features, causal, kernel, masked)
+        q, v, launches = _given(dtype, size, values or size, features, causal, kernel, masked, own)
         sums = launches.empty_sums(q)
         tops, share = (empty(q, *sums[1].shape[2:]) if kernel == "softmax" else None), empty(q, 1024)
         kept = share, share, torch.zeros(2, 4, 16, dtype=torch.int64)
@@ -59,8 +61,18 @@ def _without_products(dtype: torch.dtype, size: int, causal: bool) -> Callable[[
 
 
 def _given(
-    dtype: torch.dtype, size: int, values: int, features: int, causal: bool, kernel: str, masked: bool
+    dtype: torch.dtype,
+    size: int,
+    values: int,
+    features: int,
+    causal: bool,
+    kernel: str,
+    masked: bool,
+    own: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, Launches]:
     q, v = (torch.zeros(2, 1024, 4, n, dtype=dtype).transpose(1, 2) for n in (size, values))
     mask = torch.ones(2, 1024, dtype=torch.uint8) if masked else None
-    return q, v, Launches(q, q, v, torch.zeros(features, size), mask, causal, kernel, 0.125)
+    rows, offsets = (
+        (torch.zeros(4, features, size), torch.zeros(4, features)) if own else (torch.zeros(features, size), None)
+    )
+    return q, v, Launches(q, q, v, rows, offsets, mask, causal, kernel, 0.125)

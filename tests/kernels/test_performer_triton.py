@@ -99,6 +99,32 @@ def test_key_masks(kernel, causal):
     check(draw(45, 45, batch=3), mask(45), kernel=kernel, causal=causal)
 
 
+def of_each_head(heads, size=16, features=24) -> dict[str, Any]:
+    """Rows and weights of heads that differ."""
+    rows = torch.stack([draw_projection(size, features=features, orthogonal=True, seed=seed) for seed in range(heads)])
+    return {"rows": rows.to(DEVICE), "offsets": torch.randn(heads, features).to(DEVICE)}
+
+
+@CAUSAL
+def test_rows_and_weights_of_each_head(causal):
+    own = of_each_head(2)
+    tensors = draw(9, 40, heads=2, batch=2)
+    check(tensors, causal=causal, **own)
+    # The weights of one head reach no other.
+    changed = own | {"offsets": own["offsets"] + 2 * torch.arange(2, device=DEVICE)[:, None] * own["offsets"]}
+    one, other = (attend(*tensors, causal=causal, **each) for each in (own, changed))
+    assert torch.equal(one[:, 0], other[:, 0])
+    assert not torch.equal(one[:, 1], other[:, 1])
+
+
+@pytest.mark.slow
+def test_rows_of_each_head_without_weights_in_half_precision_and_with_masks():
+    rows: Any = {"rows": of_each_head(2)["rows"]}
+    check(draw(70, 70, heads=2, dtype=torch.float16), causal=True, **rows)
+    check(draw(45, 45, heads=2, batch=3), mask(45), causal=True, kernel="relu", **rows)
+    check([x.repeat(1, 2, 1, 1) for x in risen(70, (0, 90), (40, 2))], causal=True, **of_each_head(2))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "values"), [(32, 128), (64, 64), (80, 16), (96, 96), (128, 32)])
 def test_head_sizes(size, values):
@@ -147,7 +173,7 @@ def test_keys_that_rise_far_above_all_earlier_ones(what):
     steps, expected = RISES[what]
     tensors = risen(70, *steps)
     check(tensors, causal=True)
-    *_, rises, _, _ = launching.performer_forward(*tensors, projection(16), None, True, False, "softmax", 0.25)
+    *_, rises, _, _ = launching.performer_forward(*tensors, projection(16), None, None, True, False, "softmax", 0.25)
     assert [[place for place in range(32) if bits >> place & 1] for bits in rises[0, 0].tolist()] == expected
 
 
@@ -223,7 +249,7 @@ def test_it_repeats_bit_by_bit(causal):
 @pytest.mark.parametrize(("kernel", "causal", "whole"), [("softmax", True, True), ("relu", False, False)])
 def test_the_operator_passes_pytorchs_own_checks(kernel, causal, whole):
     q, k, v = (x.requires_grad_() for x in draw(17, 17))
-    opcheck(launching.performer_forward.operator, (q, k, v, projection(16), None, causal, whole, kernel, 0.25))
+    opcheck(launching.performer_forward.operator, (q, k, v, projection(16), None, None, causal, whole, kernel, 0.25))
 
 
 @pytest.mark.slow
@@ -296,3 +322,13 @@ def test_what_kernels_have_not_is_refused(what):
 def test_nobody_interprets_unasked():
     attend(*draw(5, 5), impl="auto", causal=True)
     assert chosen()["performer_attention"] != "triton"
+
+
+def test_a_prompt_with_rows_and_weights_of_each_head():
+    own = of_each_head(2)
+    how: Any = {"projection": own["rows"], "offsets": own["offsets"], "scale": 0.25}
+    tensors = draw(40, 40, heads=2)
+    (out, state), (expected, kept) = (performer_decode(*tensors, **how, impl=impl) for impl in ("triton", "reference"))
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+    for name in kept:
+        torch.testing.assert_close(state[name], kept[name], rtol=1e-4, atol=1e-4)

@@ -104,7 +104,7 @@ def performer_attention(
         dropout: Probability of dropping a key from the numerator, for all queries of a head at once, since there are no
             weights of single pairs.
         impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C, in one pass, without a gradient of the projection; `triton`
-            supports neither that nor dropout nor rows per head.
+            supports neither that nor dropout.
 
     Returns:
         [B, H, L, E] in the dtype of q.
@@ -123,7 +123,7 @@ def performer_attention(
         return plain_attention(q, k, v, key_mask, **how, offsets=offsets, share=share, dropout=dropout)
     v = drop_keys(own_v, dropout)
     if run == "triton":
-        out = in_turns(partial(performer_kernels, key_mask=key_mask, **how), q, own_k, v)
+        out = in_turns(partial(performer_kernels, key_mask=key_mask, **how, offsets=offsets), q, own_k, v)
     else:
         out = performer_batch(q, own_k, v, key_mask, **how, offsets=offsets)
     return out if share is None else mixed(out, v, key_mask, share, causal=causal)[0]
@@ -175,7 +175,7 @@ def performer_decode(
     def attend(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, state: State | None) -> tuple[Tensor, State]:
         if run == "cpu":
             return performer_continue(q, k, v, key_mask, state, **ways, offsets=offsets)
-        results = [performer_prompt(q[:, turn], k, v, key_mask, **ways) for turn in turns(q, k)]
+        results = [performer_prompt(q[:, turn], k, v, key_mask, **ways, offsets=offsets) for turn in turns(q, k)]
         # Each turn produced the same state.
         return in_order([one for one, _ in results]), results[-1][1]
 

@@ -14,9 +14,18 @@ from approx_kernels.tokens import empty_gradients, empty_rows
 
 
 def _fake_forward(
-    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, key_mask: Any, causal: bool, whole: bool, kernel: str, *_: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Tensor,
+    offsets: Any,
+    key_mask: Any,
+    causal: bool,
+    whole: bool,
+    kernel: str,
+    *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    length, softmax, kept = q.shape[2], kernel == "softmax", rows.shape[0] if whole else 0
+    length, softmax, kept = q.shape[2], kernel == "softmax", rows.shape[-2] if whole else 0
     chunks = chunks_of(q, k)[1] if softmax and causal else 0
     mu, inverse = empty(q, length if softmax else 0), empty(q, length)
     rises = q.new_empty(*q.shape[:2], chunks, dtype=torch.int64)
@@ -31,10 +40,10 @@ def _fake_forward(
 
 
 def _flops_forward(
-    q: Sequence[int], k: Sequence[int], v: Sequence[int], rows: Sequence[int], key_mask: Any, causal: bool, *_: Any,
+    q: Sequence[int], k: Sequence[int], v: Sequence[int], rows: Sequence[int], offsets: Any, key_mask: Any, causal: bool, *_: Any,
     out_shape: Any = None,
 ) -> int:  # fmt: skip
-    (length, size), keys, values, features = q[2:], k[2], v[3], rows[0]
+    (length, size), keys, values, features = q[2:], k[2], v[3], rows[-2]
     count = features * (size + values) * (length + keys)
     if causal:
         # Features of the keys of a chunk once more, and pairs.
@@ -44,10 +53,10 @@ def _flops_forward(
 
 def _flops_backward(
     grad: Any, out: Any, mu: Any, inverse: Any, rises: Any,
-    q: Sequence[int], k: Sequence[int], v: Sequence[int], rows: Sequence[int], key_mask: Any, causal: bool, *_: Any,
+    q: Sequence[int], k: Sequence[int], v: Sequence[int], rows: Sequence[int], offsets: Any, key_mask: Any, causal: bool, *_: Any,
     out_shape: Any = None,
 ) -> int:  # fmt: skip
-    (length, size), keys, values, features = q[2:], k[2], v[3], rows[0]
+    (length, size), keys, values, features = q[2:], k[2], v[3], rows[-2]
     # Features once more for each sum and for each gradient.
     count = features * (length * (3 * size + 2 * values) + keys * (3 * size + 3 * values))
     if causal:
@@ -56,18 +65,18 @@ def _flops_backward(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, rows, key_mask, ctx.causal, _, ctx.kernel, ctx.scale = inputs
-    ctx.save_for_backward(*output[:4], q, k, v, rows, key_mask)
+    q, k, v, rows, offsets, key_mask, ctx.causal, _, ctx.kernel, ctx.scale = inputs
+    ctx.save_for_backward(*output[:4], q, k, v, rows, offsets, key_mask)
     ctx.mark_non_differentiable(*output[1:])
 
 
 def _gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
-    return *performer_backward(grad, *ctx.saved_tensors, ctx.causal, ctx.kernel, ctx.scale), *[None] * 6
+    return *performer_backward(grad, *ctx.saved_tensors, ctx.causal, ctx.kernel, ctx.scale), *[None] * 7
 
 
 @custom_op(_fake_forward, flops=_flops_forward, backward=_gradients, save=_save)
 def performer_forward(
-    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, key_mask: Tensor | None, causal: bool, whole: bool, kernel: str,
+    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, offsets: Tensor | None, key_mask: Tensor | None, causal: bool, whole: bool, kernel: str,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Launch the forward kernels.
@@ -76,7 +85,8 @@ def performer_forward(
         q: [B, H, L, D], the last dimension contiguous, as in k and v; with `causal` L <= S.
         k: [B, H, S, D], of the dtype of q.
         v: [B, H, S, E], of the dtype of q.
-        rows: [M, D], the projection in any floating dtype.
+        rows: [M, D], the projection in any floating dtype; or [H, M, D], per head.
+        offsets: Logarithms of the weights of rows per head, [H, M]; None for no weights.
         key_mask: [B, S] uint8, 1 at keys that count; None when all do.
         causal: Whether query i sees only the keys up to S - L + i.
         whole: Whether the sums over all keys are wanted, too.
@@ -89,8 +99,8 @@ def performer_forward(
         all before, [B, H, chunks] int64, of no chunk where nothing is relative to those. Then the state of `performer_decode`,
         both parts, of no feature where nobody wants it.
     """
-    out, *kept, state, top = _fake_forward(q, k, v, rows, key_mask, causal, whole, kernel)
-    launches = Launches(q, k, v, rows, key_mask, causal, kernel, scale)
+    out, *kept, state, top = _fake_forward(q, k, v, rows, offsets, key_mask, causal, whole, kernel)
+    launches = Launches(q, k, v, rows, offsets, key_mask, causal, kernel, scale)
     sums, totals, tops = launches.key_sums()
     launches.outputs((sums, totals, tops), out, kept)
     if whole:
@@ -109,7 +119,7 @@ def _fake_backward(
 @custom_op(_fake_backward, flops=_flops_backward)
 def performer_backward(
     grad: Tensor, out: Tensor, mu: Tensor, inverse: Tensor, rises: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, key_mask: Tensor | None, causal: bool, kernel: str, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, offsets: Tensor | None, key_mask: Tensor | None, causal: bool, kernel: str, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Launch the backward kernels: gradients of q, k and v; features and sums are computed again.
 
@@ -120,7 +130,7 @@ def performer_backward(
     """
     dq, dk, dv = _fake_backward(grad, out, mu, inverse, rises, q, k, v)
     grad = grad if grad.stride(3) == 1 else grad.contiguous()
-    launches, kept = Launches(q, k, v, rows, key_mask, causal, kernel, scale), (mu, inverse, rises)
+    launches, kept = Launches(q, k, v, rows, offsets, key_mask, causal, kernel, scale), (mu, inverse, rises)
     c, share = launches.shares(grad, out, inverse)
     sums = launches.key_sums()
     launches.query_gradients(sums, c, share, kept, dq)

@@ -24,6 +24,7 @@ from approx_kernels.ops.performer.triton_tiles import (
     query_features,
     raised_tops,
     read_tops,
+    weighed,
     write_rows,
 )
 
@@ -46,10 +47,10 @@ def performer_shares_kernel(
 
 @jit(do_not_specialize=LENGTHS)
 def performer_dq_kernel(
-    Q, K, V, C, Rows, KeyMask, Sums, Totals, Tops, Mu, Rises, Share, Made,
-    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, m_b, m_h, m_n,
+    Q, K, V, C, Rows, Offsets, KeyMask, Sums, Totals, Tops, Mu, Rises, Share, Made,
+    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, m_b, m_h, m_n, r_h,
     H, L, S, M, shift, skipped, segments, slots, root,
-    D: tl.constexpr, E: tl.constexpr, WIDE_D: tl.constexpr, WIDE_E: tl.constexpr, CAUSAL: tl.constexpr, MAP: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, WIDE_D: tl.constexpr, WIDE_E: tl.constexpr, CAUSAL: tl.constexpr, APART: tl.constexpr, MAP: tl.constexpr,
     NARROW: tl.constexpr, PRECISION: tl.constexpr, LOWEST: tl.constexpr, FLOOR: tl.constexpr, RISE: tl.constexpr,
     BT: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
@@ -59,6 +60,10 @@ def performer_dq_kernel(
     start = chunk * BT - shift
     own = start + place
     asked = (own >= 0) & (own < L)
+    if APART:
+        Rows += line % H * r_h
+    if Offsets is not None:
+        Offsets += line % H * M
     slot = line * slots + (chunk if CAUSAL else slots - 1)
     Sums += slot * M * E
     Totals += slot * M
@@ -111,7 +116,7 @@ def performer_dq_kernel(
                     slopes *= tl.exp(before - top)[None, :]
                 g = factor(key_features(logs, top, inside[:, None] & known, MAP, FLOOR, RISE), NARROW)
                 slopes = tl.dot(pairs, g, slopes, input_precision=PRECISION)
-            heights = dots(Q, start, q_n, asked, Rows, left, M, root, D, WIDE_D, BT, BM)
+            heights = weighed(dots(Q, start, q_n, asked, Rows, left, M, root, D, WIDE_D, BT, BM), Offsets, feature, M)
             if MAP == "softmax":
                 slopes *= query_features(heights, top, mu, now[:, None] & known, MAP, FLOOR)
             else:
@@ -125,17 +130,21 @@ def performer_dq_kernel(
 
 @jit(do_not_specialize=LENGTHS)
 def performer_keys_kernel(
-    Q, K, V, C, Rows, KeyMask, Sums, Totals, Tops, Mu, Rises, Share, Made,
-    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, m_b, m_h, m_n,
+    Q, K, V, C, Rows, Offsets, KeyMask, Sums, Totals, Tops, Mu, Rises, Share, Made,
+    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, m_b, m_h, m_n, r_h,
     H, L, S, M, shift, skipped, segments, slots, tops, root,
     D: tl.constexpr, E: tl.constexpr, WIDE_D: tl.constexpr, WIDE_E: tl.constexpr, WHAT: tl.constexpr, CAUSAL: tl.constexpr,
-    MAP: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr, LOWEST: tl.constexpr, FLOOR: tl.constexpr,
+    APART: tl.constexpr, MAP: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr, LOWEST: tl.constexpr, FLOOR: tl.constexpr,
     RISE: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """WHAT is `dk` or `dv`: BC columns of it for BT keys of one head: from the sums over queries behind them, and CAUSAL from those beside them."""
     begin = tl.program_id(1) * BC
     chunk, line = tl.program_id(0) % segments, tl.cast(tl.program_id(0) // segments, tl.int64)
     place = tl.arange(0, BT)
+    if APART:
+        Rows += line % H * r_h
+    if Offsets is not None:
+        Offsets += line % H * M
     slot = line * slots + (chunk if CAUSAL else slots - 1)
     Sums += slot * M * E
     Totals += slot * M
@@ -202,7 +211,9 @@ def performer_keys_kernel(
                 if MAP == "softmax":
                     slopes *= g
             if CAUSAL:
-                heights = dots(Q, start, q_n, asked, Rows, left, M, root, D, WIDE_D, BT, BM)
+                heights = weighed(
+                    dots(Q, start, q_n, asked, Rows, left, M, root, D, WIDE_D, BT, BM), Offsets, feature, M
+                )
                 if MAP == "softmax":
                     top = raised_tops(top, logs, inside, bits, first, BT)
                     g = key_features(logs, top, there, MAP, FLOOR, RISE)

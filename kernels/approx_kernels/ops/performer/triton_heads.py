@@ -16,8 +16,6 @@ def performer_obstacle(q: Tensor, v: Tensor, projection: Tensor, dropout: float 
     """Why the kernels cannot run, with the remedy; None where they can."""
     if dropout:
         return "they drop no keys. Set the dropout of attention to 0, or ask for 'auto'."
-    if projection.ndim == 3:
-        return "they have one set of random rows for all heads, and here each head has its own. Ask for 'auto'."
     if projection.requires_grad and torch.is_grad_enabled():
         return "they have no gradient of the projection. Detach it, or ask for 'auto'."
     return obstacle(q, v)
@@ -41,24 +39,34 @@ def performer_kernels(
     key_mask: Tensor | None,
     *,
     projection: Tensor,
+    offsets: Tensor | None,
     kernel: str,
     causal: bool,
     scale: float,
 ) -> Tensor:
     """Attend; the backward pass keeps the inputs, the outputs and two numbers of each query."""
-    return _attend(q, k, v, key_mask, projection, kernel, causal, scale)[0]
+    return _attend(q, k, v, key_mask, projection, offsets, kernel, causal, scale)[0]
 
 
 def performer_prompt(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, projection: Tensor, kernel: str, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    *,
+    projection: Tensor,
+    offsets: Tensor | None,
+    kernel: str,
+    scale: float,
 ) -> tuple[Tensor, State]:
     """Attend causally to the first keys; also the state that they leave, see `performer_decode`."""
-    out, _, _, _, sums, top = _attend(q, k, v, key_mask, projection, kernel, True, scale, whole=True)
+    out, _, _, _, sums, top = _attend(q, k, v, key_mask, projection, offsets, kernel, True, scale, whole=True)
     return out, {"top": top, "sums": sums} if kernel == "softmax" else {"sums": sums}
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, projection: Tensor, kernel: str, causal: bool, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, projection: Tensor, offsets: Tensor | None, kernel: str,
+    causal: bool, scale: float,
     *, whole: bool = False,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     with without_autocast(q.device.type):
@@ -66,5 +74,5 @@ def _attend(
         mask = None if key_mask is None else key_mask.contiguous().view(torch.uint8)
         # Bottom-right: with L > S the first L - S queries stand before all keys, and see none.
         blind = max(q.shape[2] - k.shape[2], 0) if causal else 0
-        out, *others = performer_forward(q[:, :, blind:], k, v, projection, mask, causal, whole, kernel, scale)
+        out, *others = performer_forward(q[:, :, blind:], k, v, projection, offsets, mask, causal, whole, kernel, scale)
         return F.pad(out, (0, 0, blind, 0)) if blind else out, *others

@@ -65,6 +65,7 @@ class Launches:
         k: Tensor,
         v: Tensor,
         rows: Tensor,
+        offsets: Tensor | None,
         key_mask: Tensor | None,
         causal: bool,
         kernel: str,
@@ -72,18 +73,21 @@ class Launches:
     ) -> None:
         self.q, self.k, self.v, self.key_mask = q, k, v, key_mask
         self.causal, self.kernel, self.root = causal, kernel, scale**0.5
-        self.projection, self.features, self.heads = rows.float(), rows.shape[0], q.shape[0] * q.shape[1]
+        self.projection, self.features, self.heads = rows.float(), rows.shape[-2], q.shape[0] * q.shape[1]
+        self.offsets = None if offsets is None else offsets.float().contiguous()
         # What 16 bits round away from the rows follows them.
         near = rows.to(q.dtype)
         self.rows = (
-            near if q.dtype == torch.float32 else torch.cat([near, (self.projection - near.float()).to(q.dtype)])
+            near if q.dtype == torch.float32 else torch.cat([near, (self.projection - near.float()).to(q.dtype)], -2)
         )
         self.rows = self.rows.contiguous()
+        # From the rows of a head to those of the next.
+        self.apart = self.rows.stride(0)
         self.narrow = q.dtype == torch.bfloat16
         self.shift = k.shape[2] - q.shape[2] if causal else 0
         self.skipped = self.shift // CHUNK[q.dtype]
         self._constants = {
-            **sizes(q, v), "CAUSAL": causal, "MAP": kernel, "NARROW": self.narrow, "PRECISION": precision(q),
+            **sizes(q, v), "CAUSAL": causal, "APART": rows.ndim == 3, "MAP": kernel, "NARROW": self.narrow, "PRECISION": precision(q),
             "LOWEST": LOWEST, "FLOOR": FLOOR, "RISE": RISE,
         }  # fmt: skip
 
@@ -105,7 +109,7 @@ class Launches:
     def outputs(self, key_sums: tuple[Tensor, Tensor, Tensor | None], out: Tensor, kept: Sequence[Tensor]) -> None:
         """Write outputs and what the backward pass asks for."""
         sums, totals, tops = key_sums
-        given = self.q, self.k, self.v, self.rows, self.key_mask, sums, totals, tops, out, *kept
+        given = self.q, self.k, self.v, self.rows, self.offsets, self.key_mask, sums, totals, tops, out, *kept
         self._write(performer_out_kernel, self.q, self.skipped, given, sums, out)
 
     def shares(self, grad: Tensor, out: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
@@ -133,7 +137,7 @@ class Launches:
     ) -> None:
         """Write the gradients of queries, from what `shares` returned."""
         mu, _, rises = kept
-        given = self.q, self.k, self.v, c, self.rows, self.key_mask, *key_sums, mu, rises, share, dq
+        given = self.q, self.k, self.v, c, self.rows, self.offsets, self.key_mask, *key_sums, mu, rises, share, dq
         self._write(performer_dq_kernel, self.q, self.skipped, given, key_sums[0], dq)
 
     def key_gradients(
@@ -143,7 +147,7 @@ class Launches:
         """Write the gradients of keys and values."""
         mu, _, rises = kept
         sums, totals = query_sums
-        given = self.q, self.k, self.v, c, self.rows, self.key_mask, sums, totals, tops, mu, rises, share
+        given = self.q, self.k, self.v, c, self.rows, self.offsets, self.key_mask, sums, totals, tops, mu, rises, share
         slots = 0 if tops is None else tops.shape[2]
         for what, made in (("dk", dk), ("dv", dv)):
             self._write(performer_keys_kernel, self.k, 0, (*given, made), sums, made, WHAT=what, tops=slots)
@@ -156,7 +160,7 @@ class Launches:
         rows, count = self._segments(x)
         launch(
             performer_sums_kernel, lambda tiles: (self.heads * count, -(-self.features // tiles["BM"])), self._cuts(SUMS),
-            x, z, self.rows, mask, mu, share, tops, sums, totals, *strides(x, z),
+            x, z, self.rows, self.offsets, mask, mu, share, tops, sums, totals, *strides(x, z), self.apart,
             H=x.shape[1], L=x.shape[2], M=self.features, shift=shift, rows=rows, segments=count, slots=sums.shape[2],
             tops=0 if tops is None else tops.shape[2], root=self.root, **self._constants,
         )  # fmt: skip
@@ -177,7 +181,7 @@ class Launches:
             place = self.key_mask.argmax(1)[:, None, None, None].expand(-1, self.k.shape[1], 1, self.k.shape[3])
             first = self.k.gather(2, place)[:, :, 0]
         first = first.float() * self.root
-        logs = first @ self.projection.T - first.square().sum(-1, keepdim=True) / 2
+        logs = (self.projection @ first[..., None])[..., 0] - first.square().sum(-1, keepdim=True) / 2
         if self.key_mask is not None:
             logs = logs.where(self.key_mask.amax(1)[:, None, None] > 0, LOWEST)
         return logs.contiguous()
@@ -205,7 +209,7 @@ class Launches:
         launch(
             kernel, lambda tiles: (self.heads * count(tiles), -(-made.shape[3] // tiles["BC"])),
             self._cuts(CAUSAL if self.causal else PARALLEL),
-            *given, *strides(self.q, self.k, self.v, made),
+            *given, *strides(self.q, self.k, self.v, made), self.apart,
             H=self.q.shape[1], L=self.q.shape[2], S=self.k.shape[2], M=self.features, shift=self.shift, skipped=self.skipped,
             tiled=lambda tiles: {"segments": count(tiles)}, slots=sums.shape[2], root=self.root, **others, **self._constants,
         )  # fmt: skip

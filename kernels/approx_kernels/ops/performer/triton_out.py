@@ -16,15 +16,16 @@ from approx_kernels.ops.performer.triton_tiles import (
     raised_tops,
     read_state,
     read_tops,
+    weighed,
     write_rows,
 )
 
 
 @jit(do_not_specialize=LENGTHS)
 def performer_out_kernel(
-    Q, K, V, Rows, KeyMask, Sums, Totals, Tops, Out, Mu, Inverse, Rises,
-    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, H, L, S, M, shift, skipped, segments, slots, root,
-    D: tl.constexpr, E: tl.constexpr, WIDE_D: tl.constexpr, WIDE_E: tl.constexpr, CAUSAL: tl.constexpr, MAP: tl.constexpr,
+    Q, K, V, Rows, Offsets, KeyMask, Sums, Totals, Tops, Out, Mu, Inverse, Rises,
+    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, r_h, H, L, S, M, shift, skipped, segments, slots, root,
+    D: tl.constexpr, E: tl.constexpr, WIDE_D: tl.constexpr, WIDE_E: tl.constexpr, CAUSAL: tl.constexpr, APART: tl.constexpr, MAP: tl.constexpr,
     NARROW: tl.constexpr, PRECISION: tl.constexpr, LOWEST: tl.constexpr, FLOOR: tl.constexpr, RISE: tl.constexpr,
     BT: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
@@ -42,6 +43,10 @@ def performer_out_kernel(
     asked = (own >= 0) & (own < L)
     Q += line // H * q_b + line % H * q_h
     Out += line // H * o_b + line % H * o_h
+    if APART:
+        Rows += line % H * r_h
+    if Offsets is not None:
+        Offsets += line % H * M
     slot = line * slots + (chunk if CAUSAL else slots - 1)
     Sums += slot * M * E
     Totals += slot * M
@@ -78,7 +83,7 @@ def performer_out_kernel(
                     top = raised_tops(top, logs, inside, bits, first, BT)
                     rises = tl.maximum(rises, tl.where(inside[:, None] & known, logs - top[None, :], LOWEST))
                 g = factor(key_features(logs, top, inside[:, None] & known, MAP, FLOOR, RISE), NARROW)
-            heights = dots(Q, start, q_n, asked, Rows, left, M, root, D, WIDE_D, BT, BM)
+            heights = weighed(dots(Q, start, q_n, asked, Rows, left, M, root, D, WIDE_D, BT, BM), Offsets, feature, M)
             if MAP == "softmax":
                 largest = tl.maximum(mu, tl.max(tl.where(there, heights + top[None, :], LOWEST), 1))
                 shrink = tl.exp(mu - largest)

@@ -23,15 +23,16 @@ from approx_kernels.ops.performer.triton_tiles import (
     query_features,
     read_state,
     read_tops,
+    weighed,
     write_state,
 )
 
 
 @jit(do_not_specialize=LENGTHS)
 def performer_sums_kernel(
-    X, Z, Rows, KeyMask, Mu, Share, Tops, Sums, Totals,
-    x_b, x_h, x_n, z_b, z_h, z_n, H, L, M, shift, rows, segments, slots, tops, root,
-    D: tl.constexpr, E: tl.constexpr, WIDE_D: tl.constexpr, WIDE_E: tl.constexpr, CAUSAL: tl.constexpr, MAP: tl.constexpr,
+    X, Z, Rows, Offsets, KeyMask, Mu, Share, Tops, Sums, Totals,
+    x_b, x_h, x_n, z_b, z_h, z_n, r_h, H, L, M, shift, rows, segments, slots, tops, root,
+    D: tl.constexpr, E: tl.constexpr, WIDE_D: tl.constexpr, WIDE_E: tl.constexpr, CAUSAL: tl.constexpr, APART: tl.constexpr, MAP: tl.constexpr,
     NARROW: tl.constexpr, PRECISION: tl.constexpr, LOWEST: tl.constexpr, FLOOR: tl.constexpr, RISE: tl.constexpr,
     BT: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
@@ -40,6 +41,8 @@ def performer_sums_kernel(
     left = tl.program_id(1) * BM
     feature = left + tl.arange(0, BM)
     known = (feature < M)[None, :]
+    if APART:
+        Rows += line % H * r_h
     X += line // H * x_b + line % H * x_h
     Z += line // H * z_b + line % H * z_h
     if KeyMask is not None:
@@ -48,6 +51,8 @@ def performer_sums_kernel(
         # Keys write the tops of their segment; queries read those of their chunk, or the last, which are of all keys.
         Tops += (line * tops + (segment if CAUSAL or Share is None else tops - 1)) * M
     top = tl.full([BM], LOWEST, tl.float32)
+    if Offsets is not None:
+        Offsets += line % H * M
     if Share is not None:
         top = read_tops(Tops, feature, M, LOWEST)
     state, total = tl.zeros([BM, WIDE_E], tl.float32), tl.zeros([BM], tl.float32)
@@ -58,6 +63,7 @@ def performer_sums_kernel(
         z = read_rows(Z, first, z_n, inside, 0, E, WIDE_E, BT)
         logs = dots(X, first, x_n, inside, Rows, left, M, root, D, WIDE_D, BT, BM)
         if Share is not None:
+            logs = weighed(logs, Offsets, feature, M)
             own = line * L + first + tl.arange(0, BT)
             mu = tl.zeros([BT], tl.float32)
             if MAP == "softmax":

@@ -65,6 +65,15 @@ def read_tops(Tops, feature, M, LOWEST: tl.constexpr):
 
 
 @jit
+def weighed(heights, Offsets, feature, M):
+    """Logarithms of features of queries with those of the weights of their rows, where rows have weights."""
+    if Offsets is None:
+        return heights
+    else:
+        return heights + tl.load(Offsets + feature, mask=feature < M, other=0.0)[None, :]
+
+
+@jit
 def query_features(heights, top, mu, there, MAP: tl.constexpr, FLOOR: tl.constexpr):
     """Features of queries, [n, BM], from w.q: relative to their largest where the map has tops; 0 where not `there`."""
     f = tl.exp(heights + top[None, :] - mu[:, None]) if MAP == "softmax" else tl.maximum(heights, 0.0) + FLOOR

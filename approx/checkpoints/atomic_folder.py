@@ -1,7 +1,8 @@
 """Folders that are ours: written atomically, claimed by a file inside them, and never recognised by their names.
 
-Every folder that this tool removes, renames or fills holds a claim, the file `.approx-claim.json`, which names the folder and
-its purpose. What stands beside an output under any name, without a claim, belongs to the user and stays as it is.
+Every folder that this tool removes, renames or fills holds a claim, the file `.approx-claim.json`, which names the
+folder and its purpose. What stands beside an output under any name, without a claim, belongs to the user and stays as
+it is.
 """
 
 import contextlib
@@ -39,7 +40,8 @@ class Claim(BaseModel):
         kind: The purpose of the folder.
         folder: Name of the folder when it was claimed; a copy of a temporary folder under another name is the user's.
         host: Name of the machine or container.
-        boot: The kernel that the machine runs since it started; containers on one machine share it, and with it their locks.
+        boot: The kernel that the machine runs since it started; containers on one machine share it, and with it their
+            locks.
         files: The files of an output without a manifest.
     """
 
@@ -110,15 +112,16 @@ def refuse_unclaimed(folder: Path, kind: Kind, what: str, earlier: Callable[[Pat
         raise _unwritable(folder, error) from None
     if inside is None:
         raise ApproxError(
-            f"{folder} is a file or a link to nothing, but the place of {what}. Move it away, or choose another output.",
+            f"{folder} is a file or a link to nothing, but the place of {what}. Move it away, or choose another "
+            "output.",
             Exit.REFUSED,
         )
     # A process was killed while it claimed the folder.
     torn = inside == [CLAIM] and (folder / CLAIM).is_file() and not (folder / CLAIM).stat().st_size
     if inside and not torn and not earlier(folder):
         raise ApproxError(
-            f"{folder} exists and is not {what} of approx: it holds {_listed(inside)}, but no claim ({CLAIM}). Move it away, or "
-            "choose another output.",
+            f"{folder} exists and is not {what} of approx: it holds {_listed(inside)}, but no claim ({CLAIM}). Move it "
+            "away, or choose another output.",
             Exit.REFUSED,
         )
 
@@ -172,7 +175,8 @@ def _boot() -> str:
 def atomic_folder(out: Path, *, force: bool = False, sealed: bool = True) -> Iterator[Path]:
     """Yield a temporary folder to write into; on success it replaces `out`.
 
-    On any error `out` is unchanged and the temporary folder is removed. Leftovers of killed runs are removed at the start.
+    On any error `out` is unchanged and the temporary folder is removed. Leftovers of killed runs are removed at the
+    start.
 
     Args:
         out: The folder to create.
@@ -244,13 +248,13 @@ def keep_failed(folder: Path, out: Path) -> Path:
 
 
 @contextlib.contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Keep other processes from holding an output, a folder or file, until the context or this process ends; it need not exist.
+def locked_output(folder: Path) -> Iterator[None]:
+    """Lock an output, a folder or file, until the context or this process ends; it need not exist.
 
-    Where the file system has no locks, nothing is kept.
+    Does nothing on file systems without locks.
 
     Raises:
-        ApproxError: if another process holds it (exit code 8), or nothing can be written beside it.
+        ApproxError: if another process holds the lock (exit code 8), or nothing can be written next to it.
     """
     folder = Path(folder).resolve()
     made = not folder.parent.exists()
@@ -292,7 +296,8 @@ def refuse_existing(out: Path, *, force: bool) -> None:
         raise ApproxError(f"{out} is a file, but the output is a folder. Choose another output.", Exit.REFUSED)
     if out.is_symlink() and not out.exists():
         raise ApproxError(
-            f"{out} is a symbolic link to {os.readlink(out)}, which does not exist. Remove the link, or choose another output folder.",
+            f"{out} is a symbolic link to {os.readlink(out)}, which does not exist. Remove the link, or choose another "
+            "output folder.",
             Exit.REFUSED,
         )
     if found and not force:
@@ -316,16 +321,16 @@ def _refuse_foreign(out: Path, found: set[str]) -> None:
     own = _own_files(out)
     if own is None:
         raise ApproxError(
-            f"{out} was not written by approx: it holds {_listed(sorted(found))}, but neither {MANIFEST} nor {CLAIM}, and --force "
-            "replaces only what approx wrote. Choose another output folder, or remove it yourself.",
+            f"{out} was not written by approx: it holds {_listed(sorted(found))}, but neither {MANIFEST} nor {CLAIM}, "
+            "and --force replaces only what approx wrote. Choose another output folder, or remove it yourself.",
             Exit.REFUSED,
         )
     files = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_symlink() or not path.is_dir()}
     foreign = sorted(name for name in files - own if not name.startswith(_BY_OTHERS))
     if foreign:
         raise ApproxError(
-            f"{out} also holds {_listed(foreign)}, which approx did not write, so --force does not replace it. Move that away, or "
-            "choose another output folder.",
+            f"{out} also holds {_listed(foreign)}, which approx did not write, so --force does not replace it. Move "
+            "that away, or choose another output folder.",
             Exit.REFUSED,
         )
 
@@ -371,7 +376,8 @@ def refuse_overlap(source: Path, out: Path) -> None:
     """
     if out.resolve().is_relative_to(source.resolve()) and out.resolve() != source.resolve():
         raise ApproxError(
-            f"{out} lies inside the input checkpoint {source} and would become part of it. Choose another output folder.",
+            f"{out} lies inside the input checkpoint {source} and would become part of it. Choose another output "
+            "folder.",
             Exit.REFUSED,
         )
     if source.resolve().is_relative_to(out.resolve()):
@@ -434,7 +440,8 @@ def _tidy_up(out: Path) -> None:
         found = None if place.is_symlink() else claimed(place)
         if found is None or (found.kind, found.folder) != ("temporary", place.name):
             continue
-        # A living process holds its claim. Only the same kernel is sure to know the locks, or the same machine before it restarted.
+        # A living process holds its claim. Only the same kernel is sure to know the locks, or the same machine before
+        # it restarted.
         with contextlib.suppress(OSError), locked(place / CLAIM, wait=False, keep=True) as really:
             if really and (found.host == socket.gethostname() or found.boot == _boot() != ""):
                 if (place / _OLD).is_dir() and not out.exists():

@@ -40,7 +40,8 @@ def add_to(app: typer.Typer) -> None:
         app,
         _PANEL,
         "approx evaluate converted --task needle --set length=1024",
-        "approx evaluate converted --against base --task glue/sst2 --data SST-2 --margin 0.5 --fail-over -o record.json",
+        "approx evaluate converted --against base --task glue/sst2 --data SST-2 --margin 0.5 --fail-over -o "
+        "record.json",
         "approx evaluate longer --against base --task documents --data texts.jsonl --extend-base",
         "torchrun --nproc-per-node 4 --no-python approx evaluate converted --task squad --data squad",
         stage=_EVALUATE,
@@ -97,7 +98,7 @@ def evaluate(
 ) -> None:
     """Score a checkpoint on a task and compare it with its base on the same examples."""
     from approx import api
-    from approx.checkpoints.atomic_folder import held
+    from approx.checkpoints.atomic_folder import locked_output
     from approx.cli.figures import quality_table
     from approx.evaluation import record
     from approx.evaluation.evaluate import leads
@@ -109,8 +110,8 @@ def evaluate(
     outputs = None if output is None else output.with_suffix(".parquet")
     if output is not None and output == outputs:
         raise ApproxError(f"{output} is reserved for the outputs of each example. Give the record the ending .json.")
-    with nullcontext() if output is None or not leads() else held(output), terminal.progress() as bar:
-        # Whoever held it before may have written it.
+    with nullcontext() if output is None or not leads() else locked_output(output), terminal.progress() as bar:
+        # Another process may have written it meanwhile.
         options.check_output(output, force)
         options.check_output(outputs, force)
         if outputs is not None:
@@ -155,8 +156,8 @@ def _check_losses(task: "Quality", allow_untested: bool) -> None:
     untested = [variant for variant in task.variants if not wording.tested(variant)]
     if untested and not allow_untested:
         raise ApproxError(
-            f"The verdict on {task.task} is '{untested[0].verdict}', and --fail-over accepts only a tested loss. Evaluate on longer "
-            "inputs, or on a task that the base does well, or add --allow-untested.",
+            f"The verdict on {task.task} is '{untested[0].verdict}', and --fail-over accepts only a tested loss. "
+            "Evaluate on longer inputs, or on a task that the base does well, or add --allow-untested.",
             Exit.THRESHOLD,
         )
 
@@ -183,14 +184,14 @@ def bench(
 ) -> None:
     """Time a checkpoint side by side with exact attention and with no attention (the ceiling)."""
     from approx import api
-    from approx.checkpoints.atomic_folder import held
+    from approx.checkpoints.atomic_folder import locked_output
     from approx.cli.figures import speed_tables
     from approx.evaluation import record
     from approx.publishing.summary import recommendation
 
     options.check_output(output, force)
-    with nullcontext() if output is None else held(output), terminal.progress() as bar:
-        # Whoever held it before may have written it.
+    with nullcontext() if output is None else locked_output(output), terminal.progress() as bar:
+        # Another process may have written it meanwhile.
         options.check_output(output, force)
         made = api.bench(
             model,

@@ -32,8 +32,8 @@ class Contender:
         role: "base" is exact attention with SDPA (exactly one), "exact" is another exact implementation, which replaces
             the base if it is faster, "ceiling" is the same model with attention replaced by its values (at most one),
             everything else is a "variant".
-        begin: Prepares one `run` on the same inputs, untimed, such as a cache that holds the prompt; None if nothing has to
-            be prepared.
+        begin: Prepares one `run` on the same inputs, untimed, such as a cache that holds the prompt; None if nothing
+            has to be prepared.
         cache_mb: Megabytes of the cache after a `run`; None if it leaves none.
     """
 
@@ -79,7 +79,7 @@ def bench(
     device = torch.device(device)
     _check(contenders, device)
     grid = [(batch, length) for batch in sorted(set(options.batches)) for length in sorted(set(options.lengths))]
-    kept = {contender.name: contender.cache_mb for contender in contenders}
+    cache_mb_of = {contender.name: contender.cache_mb for contender in contenders}
     speed: list[Speed] = []
     for done, (batch, length) in enumerate(grid):
         if progress:
@@ -101,7 +101,7 @@ def bench(
             for name, runner in runners.items():
                 if chosen_in and runner.status == OK:
                     runner.chosen = runner.attempt(lambda runner=runner: chosen_in(runner.prepared()))
-                if runner.status == OK and (cache_mb := kept.get(name)):
+                if runner.status == OK and (cache_mb := cache_mb_of.get(name)):
                     runner.cache_mb = cache_mb()
         row = Speed(
             device=device.type,
@@ -128,7 +128,8 @@ def crossover(speed: Sequence[Speed]) -> list[Crossover]:
     """Find the length from which each variant is faster, for each batch size, dtype, device and mode.
 
     That is the first measured length such that there and at every longer one, the interval of the ratio is above 1
-    or only exact attention runs out of memory; None if there is no such length. Lengths that are not settled do not count.
+    or only exact attention runs out of memory; None if there is no such length. Lengths that are not settled do not
+    count.
     """
     first: dict[tuple[str, int, str, str, str], int | None] = {}
     for row in sorted(speed, key=lambda row: row.length):
@@ -150,9 +151,10 @@ def _check(contenders: Sequence[Contender], device: torch.device) -> None:
     roles = [contender.role for contender in contenders]
     names = [contender.name for contender in contenders]
     if roles.count("base") != 1 or roles.count("ceiling") > 1 or len({*names, DEFAULT}) <= len(names):
-        given = ", ".join(f"{contender.name} ({contender.role})" for contender in contenders) or "none"
+        listed = ", ".join(f"{contender.name} ({contender.role})" for contender in contenders) or "none"
         raise ApproxError(
-            f"The contenders are {given}. Give one base, at most one ceiling, unique names other than '{DEFAULT}'."
+            f"The contenders are {listed}. There must be one base, at most one ceiling, and unique names other than "
+            f"'{DEFAULT}'."
         )
     if device.type not in BACK_ENDS:
         raise ApproxError(
@@ -245,6 +247,6 @@ def _spread(base: Runner, seed: int) -> Spread:
 
 def _paired(base: np.ndarray, other: np.ndarray, good: np.ndarray, seed: int) -> Ratio:
     # All rounds, disturbed ones too, are better evidence than very few undisturbed ones.
-    kept = good if good.sum() >= min(ENOUGH, good.size / 2) else np.ones_like(good)
-    ratio = float(np.median(base[kept]) / np.median(other[kept]))
-    return Ratio(ratio=ratio, interval=list(ratio_interval(base[kept].tolist(), other[kept].tolist(), seed)))
+    chosen = good if good.sum() >= min(ENOUGH, good.size / 2) else np.ones_like(good)
+    ratio = float(np.median(base[chosen]) / np.median(other[chosen]))
+    return Ratio(ratio=ratio, interval=list(ratio_interval(base[chosen].tolist(), other[chosen].tolist(), seed)))

@@ -78,8 +78,8 @@ def _state() -> Any:
         from accelerate import PartialState
     except ImportError as error:
         raise ApproxError(
-            f"{os.environ['WORLD_SIZE']} processes need the package accelerate, which is not installed ({error}). Install it "
-            "(pip install 'approx-attention[train]'), or start one process.",
+            f"{os.environ['WORLD_SIZE']} processes need the package accelerate, which is not installed ({error}). "
+            "Install it (pip install 'approx-attention[train]'), or start one process.",
             Exit.MISSING,
         ) from None
     if not torch.distributed.is_initialized():
@@ -103,7 +103,7 @@ def fingerprint(*parts: Any) -> str:
 
 
 class Ledger:
-    """The finished batches of one model on one split, one per line with a checksum; a damaged line is an unfinished batch.
+    """The finished batches of one model on one split, one per line with a checksum; damaged lines are ignored.
 
     The key hashes everything the outputs depend on, so changed weights, settings, data or code use another ledger.
 
@@ -118,7 +118,7 @@ class Ledger:
         self._warned = False
 
     def read(self) -> dict[int, list[Any]]:
-        """Number of a batch -> the predictions of its rows; what cannot be read, or was removed meanwhile, is computed again."""
+        """Number of a batch -> the predictions of its rows, without batches whose line or file cannot be read."""
         batches: dict[int, list[Any]] = {}
         for path in sorted(self._folder.glob(f"{self._key}.*.jsonl")):
             try:
@@ -150,8 +150,8 @@ class Ledger:
         except OSError as error:
             if not self._warned:
                 _LOG.warning(
-                    "Outputs cannot be stored in %s: %s. The evaluation goes on, but starts over if it is interrupted. To store "
-                    "them, set $APPROX_CACHE to a writable folder.",
+                    "Outputs cannot be stored in %s: %s. The evaluation goes on, but starts over if it is interrupted. "
+                    "To store them, set $APPROX_CACHE to a writable folder.",
                     self._folder.parent,
                     error.strerror,
                 )
@@ -265,7 +265,7 @@ def evaluate(
     device: str | torch.device = "cpu",
     progress: Progress | None = None,
     outputs: Path | None = None,
-    kept: Path | None = None,
+    ledgers: Path | None = None,
 ) -> Quality:
     """Score models on one split of a task and compare each with the first.
 
@@ -280,7 +280,8 @@ def evaluate(
         device: Device to run on; the models stay there.
         progress: Called after every batch.
         outputs: Parquet file for the per-example outputs.
-        kept: Folder of ledgers that store the outputs of subjects with an identity, so that no batch is computed twice.
+        ledgers: Folder of ledgers that store the outputs of subjects with an identity, so that no batch is computed
+            twice.
 
     Returns:
         One entry of a record's `quality`.
@@ -296,9 +297,13 @@ def evaluate(
             task.check(subject.model)
     loaded = task.load(data, options.split, options.limit, streaming=options.streaming)
     prepared = prepare(
-        models, task, loaded,
-        batch_size=options.inputs_per_batch, max_length=options.max_length, truncate=options.truncate,
-    )  # fmt: skip
+        models,
+        task,
+        loaded,
+        batch_size=options.inputs_per_batch,
+        max_length=options.max_length,
+        truncate=options.truncate,
+    )
     examples, rows = loaded.examples, len(prepared.encodings)
     others = [subject for subject in models[1:] if subject.reseeded]
     total = rows * (len(models) + len(others) * (options.seeds - 1))
@@ -312,7 +317,13 @@ def evaluate(
                 progress(done + count, total)
 
         return predict(
-            subject, task, prepared, device=device, advance=advance, kept=kept, halve=options.inputs_per_batch is None
+            subject,
+            task,
+            prepared,
+            device=device,
+            advance=advance,
+            ledgers=ledgers,
+            halve=options.inputs_per_batch is None,
         )
 
     predictions = {subject.name: predicted(subject) for subject in models}
@@ -361,7 +372,7 @@ def predict(
     *,
     device: str | torch.device = "cpu",
     advance: Callable[[int], None] | None = None,
-    kept: Path | None = None,
+    ledgers: Path | None = None,
     halve: bool = False,
 ) -> list[Any]:
     """Run one model over a prepared split.
@@ -372,7 +383,7 @@ def predict(
         prepared: The split; the same for every compared model.
         device: Device to run on.
         advance: Called with the number of inputs done after every batch.
-        kept: Folder of ledgers; None stores no outputs.
+        ledgers: Folder of ledgers; None stores no outputs.
         halve: Whether to halve a batch that does not fit in memory.
 
     Returns:
@@ -383,9 +394,9 @@ def predict(
     """
     rank, world = place()
     ledger = None
-    if kept is not None and subject.identity is not None:
+    if ledgers is not None and subject.identity is not None:
         about = (task.name, vars(task), prepared.encodings, prepared.batches, str(torch.device(device).type))
-        ledger = Ledger(kept, fingerprint(subject.identity, *about), rank)
+        ledger = Ledger(ledgers, fingerprint(subject.identity, *about), rank)
     parts_by_batch = agree(ledger.read() if ledger else {})
     waiting = [number for number in range(len(prepared.batches)) if number not in parts_by_batch]
     done = sum(len(prepared.batches[number]) for number in parts_by_batch)
@@ -435,8 +446,8 @@ def _predict_batch(
     if not halve or not middle:
         longest = max(map(task.tokens, encodings))
         raise ApproxError(
-            f"{device} ran out of memory at a batch of {len(encodings)} inputs of up to {longest} tokens. Use a smaller "
-            "--batch-size or another --device.",
+            f"{device} ran out of memory at a batch of {len(encodings)} inputs of up to {longest} tokens. Use a "
+            "smaller --batch-size or another --device.",
             Exit.MISSING,
         )
     # Outside the handler, whose traceback keeps the tensors of the failed call alive.

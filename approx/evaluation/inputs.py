@@ -1,4 +1,7 @@
-"""The inputs of a comparison: each example tokenised once, checked, put into batches for all models; and the share of attention that is approximated on them."""
+"""The inputs of a comparison: each example tokenised once, checked and batched for all models.
+
+Also computes the share of attention that is approximated on them.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,8 @@ class Subject:
         name: Its name in the record: `exact`, `improved-clustered 25`.
         model: A transformers model.
         processor: Its tokenizer or feature extractor.
-        identity: Hash of everything its outputs depend on: weights, plan, dtype, code. With None, outputs are not stored.
+        identity: Hash of everything its outputs depend on: weights, plan, dtype, code. With None, outputs are not
+            stored.
         reseeded: Context manager that yields the model with every seed raised by a number; None if nothing in it is
             random.
         approximates: (positions of an input, positions of the longest input of its batch) -> whether attention is
@@ -106,14 +110,14 @@ def prepare(
     encoded = [task.encode(example, processor, limit if task.windowed else None) for example in split.examples]
     longest = [max(map(task.tokens, windows), default=0) for windows in encoded]
     long = [row for row, length in enumerate(longest) if limit and length > limit]
-    # A number of tokens that was asked for is not cut to fewer in silence.
+    # --max-length is not lowered silently.
     if long and (not truncate or (max_length is not None and limit != max_length)):
         worst = max(long, key=longest.__getitem__)
         length = longest[worst]
         raise ApproxError(
             f"{len(long)} of {len(encoded)} examples of {task.name} are too long: {split.examples[worst].id} has "
-            f"{length} tokens, the limit is {limit} {remedy.format(length=length)}, or truncate and count such examples with "
-            f"{'--truncate' if max_length is None or limit == max_length else f'--max-length {limit}'}."
+            f"{length} tokens, the limit is {limit} {remedy.format(length=length)}, or truncate and count such "
+            f"examples with {'--truncate' if max_length is None or limit == max_length else f'--max-length {limit}'}."
         )
     for row in long:
         encoded[row] = task.encode(split.examples[row], processor, limit)
@@ -121,7 +125,8 @@ def prepare(
     for example, length in zip(split.examples, lengths, strict=True):
         if not length:
             raise ApproxError(
-                f"{example.id} has no tokens: its text is empty, or a single token that nothing comes before. Remove it.",
+                f"{example.id} has no tokens: its text is empty, or a single token that nothing comes before. Remove "
+                "it.",
                 Exit.UNAVAILABLE,
             )
     owners = [row for row, windows in enumerate(encoded) for _ in windows]
@@ -144,7 +149,7 @@ def prepare(
 
 
 def _company(number: int | None, row: int) -> int:
-    # Rows without company must not share a batch, so each gets a number of its own.
+    # Rows without company must not share a batch, so each gets a separate number.
     return -1 - row if number is None else number
 
 
@@ -156,8 +161,8 @@ def _check_tokenizers(subjects: Sequence[Subject], task: Task, probes: Sequence[
         for example in probes:
             if task.encode(example, other.processor) != task.encode(example, base.processor):
                 raise ApproxError(
-                    f"The tokenizers of {other.name} and {base.name} differ: they give different tokens for {example.id}. "
-                    "Compare a converted checkpoint with the base it was made from.",
+                    f"The tokenizers of {other.name} and {base.name} differ: they give different tokens for "
+                    f"{example.id}. Compare a converted checkpoint with the base it was made from.",
                 )
 
 
@@ -169,8 +174,9 @@ def _check_tokens(
         vocabulary = getattr(subject.model.config.get_text_config(), "vocab_size", None)
         if vocabulary is not None and highest >= vocabulary:
             raise ApproxError(
-                f"{examples[owners[row]].id} has token {highest}, but the vocabulary of {subject.name} is 0-{vocabulary - 1}: "
-                "its tokenizer belongs to another model. Put the model's own tokenizer into its folder.",
+                f"{examples[owners[row]].id} has token {highest}, but the vocabulary of {subject.name} is "
+                f"0-{vocabulary - 1}: its tokenizer belongs to another model. Put the model's own tokenizer into its "
+                "folder.",
                 Exit.UNAVAILABLE,
             )
 
@@ -188,8 +194,8 @@ def _limit(subjects: Sequence[Subject], max_length: int | None) -> tuple[int | N
 
 
 def _remedy(subject: Subject, subjects: Sequence[Subject]) -> str:
-    own, most = _positions(subject.model), max(_positions(other.model) or 0 for other in subjects)
-    if subject is subjects[0] and own and own < most:
+    positions, most = _positions(subject.model), max(_positions(other.model) or 0 for other in subjects)
+    if subject is subjects[0] and positions and positions < most:
         return f"Extend them to the {most} of what it is compared with by --extend-base"
     return "Convert with --max-length {length} to extend them"
 
@@ -217,7 +223,8 @@ class Coverage:
     Args:
         examples: Whether it approximates in any window of the example; one per example, in the order of the split.
         tokens: Share of all real tokens that are in such windows.
-        pairs: Share of the pairs of tokens whose weight is not exact, averaged over the inputs; None if it is not known.
+        pairs: Share of the pairs of tokens whose weight is not exact, averaged over the inputs; None if it is not
+            known.
     """
 
     examples: list[bool]

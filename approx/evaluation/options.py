@@ -23,11 +23,13 @@ class EvaluateOptions(Model):
         limit: Use only the first examples, this many; the result is labelled a subset.
         streaming: Read a hub dataset while it downloads, up to the limit, without storing it.
         batch_size: Inputs per batch; auto chooses it by their length.
-        margin: Acceptable loss: in points; of losses and bits per byte in percent of the base's. Default: 1, of error rates 0.5.
-        max_length: Tokens that both models read of an input; `evaluate --max-length` truncates longer ones and counts them.
-            Default: the positions of the model.
+        margin: Acceptable loss: in points; of losses and bits per byte in percent of the base's. Default: 1, of error
+            rates 0.5.
+        max_length: Tokens that both models read of an input; `evaluate --max-length` truncates longer ones and counts
+            them. Default: the positions of the model.
         truncate: Truncate inputs longer than the position table, and count them.
-        seeds: Score this many random seeds of the mechanisms, the checkpoint's own first, and report how the scores vary.
+        seeds: Score this many random seeds of the mechanisms, the checkpoint's own first, and report how the scores
+            vary.
     """
 
     split: str | None = None
@@ -50,11 +52,11 @@ class EvaluateStage(EvaluateOptions):
 
     Attributes:
         task: A task, e.g. glue/sst2. `approx tasks` lists them.
-        data: The task's files in their official layout, a table (.csv, .tsv, .jsonl, .json, .parquet), or hub:OWNER/NAME.
-            Default: the hub, or the task's generator.
+        data: The task's files in their official layout, a table (.csv, .tsv, .jsonl, .json, .parquet), or
+            hub:OWNER/NAME. Default: the hub, or the task's generator.
         settings: Settings of the task; `approx tasks NAME` lists them.
-        fast_products: Use PyTorch's faster float32 matrix products on the CPU, in all models; `approx doctor --probe` shows the
-            gain.
+        fast_products: Use PyTorch's faster float32 matrix products on the CPU, in all models; `approx doctor --probe`
+            shows the gain.
     """
 
     task: Annotated[str, Field(examples=["glue/sst2"])]
@@ -74,8 +76,8 @@ class BenchStage(Model):
         rounds: Minimum number of rounds; disturbed ones are repeated, at most doubling the number.
         seconds: Minimum time, in seconds, per length and batch size.
         wait_idle: Before each length, wait up to this many seconds until other programs leave the cores free.
-        fast_products: Use PyTorch's faster float32 matrix products on the CPU, in all models; `approx doctor --probe` shows the
-            gain.
+        fast_products: Use PyTorch's faster float32 matrix products on the CPU, in all models; `approx doctor --probe`
+            shows the gain.
         mode: Time one forward pass, or generate: the greedy decoding of new tokens after prompts of these lengths.
         new_tokens: With generate: tokens to decode after each prompt.
     """

@@ -62,8 +62,8 @@ def compare(
 ) -> Compared:
     """Score every model and compare each with the first, the base.
 
-    Accuracy of independent examples is compared by the exact McNemar test, anything else by a paired bootstrap, over groups
-    if there are any. Where the base cannot be told from guessing, nothing is judged.
+    Accuracy of independent examples is compared by the exact McNemar test, anything else by a paired bootstrap, over
+    groups if there are any. Where the base is no better than guessing, nothing is judged.
 
     Args:
         task: The task; its first metric is compared, the others are only scored.
@@ -91,13 +91,13 @@ def compare(
     if groups is not None:
         clustering = design_effect(scored[base].score, len(labels), groups, seed=seed)
 
-    def own(name: str) -> tuple[Interval | None, bool]:
+    def against_chance(name: str) -> tuple[Interval | None, bool]:
         """The interval of the score of one model, and whether it reaches chance."""
         ends = scored[name].interval(groups, clustering, seed)
         low, high = ends or (scored[name].score(slice(None)),) * 2
         return ends, chance is not None and (high >= chance if metric.lower_is_better else low <= chance)
 
-    interval, at_chance = own(base)
+    interval, at_chance = against_chance(base)
     variants = []
     for name in others:
         comparison = scored[base].compared_with(scored[name], groups, clustering, seed)
@@ -128,7 +128,7 @@ def compare(
                 needed_examples=needed,
                 approximated=None if reach is None else reach.counted,
                 slices=_slices(task, labels, lengths, predictions[base], predictions[name]),
-                at_chance=chance is not None and own(name)[1],
+                at_chance=chance is not None and against_chance(name)[1],
                 rare=comparison.rare if ends is not None else None,
             )
         )
@@ -164,29 +164,29 @@ def label_order(task: Task, predictions: Sequence[Any], labels: Sequence[Any], c
     """
     if not isinstance(task, SequenceClassification) or isinstance(task, TokenClassification) or task.kind != ONE:
         return []
-    told = [one] if (one := task.about_labels(config)) else []
-    said, true = np.asarray(predictions), np.asarray(labels)
+    notes = [one] if (one := task.about_labels(config)) else []
+    predicted, true = np.asarray(predictions), np.asarray(labels)
     seen, tested = slice(0, None, 2), slice(1, None, 2)
-    if len(said) < 2:
-        return told
+    if len(predicted) < 2:
+        return notes
     counts = np.zeros((len(task.labels),) * 2)
-    np.add.at(counts, (said[seen], true[seen]), 1)
+    np.add.at(counts, (predicted[seen], true[seen]), 1)
     # Ties keep the order as it is.
-    _, meant = linear_sum_assignment(counts + 1e-6 * np.eye(len(counts)), maximize=True)
-    now, other = said == true, meant[said] == true
+    _, reordered = linear_sum_assignment(counts + 1e-6 * np.eye(len(counts)), maximize=True)
+    now, other = predicted == true, reordered[predicted] == true
     commonest = np.bincount(true).max() / len(true)
     low, high = accuracy_interval(other[tested])[0], accuracy_interval(now[tested])[1]
     if low > max(high, commonest):
-        names = task.set_labels([int(meant[index]) for index in task.order_of(config)])
-        told.append(
-            f"accuracy would be {other.mean():.1%} instead of {now.mean():.1%} with the labels in another order: set --labels {names} "
-            "if the checkpoint has this order"
+        names = task.set_labels([int(reordered[index]) for index in task.order_of(config)])
+        notes.append(
+            f"accuracy would be {other.mean():.1%} instead of {now.mean():.1%} with the labels in another order: set "
+            f"--labels {names} if the checkpoint has this order"
         )
-    return told
+    return notes
 
 
 def over_tasks(quality: Sequence[Quality]) -> list[Quality]:
-    """Add `p_adjusted` to quality entries: the p-value, Holm-adjusted over a variant's tasks; null for a single task."""
+    """Add `p_adjusted`, the p-value Holm-adjusted over a variant's tasks; null for a single task."""
     names = [entry.name for task in quality for entry in task.variants]
     return list(_adjusted(quality, names))
 
@@ -194,8 +194,8 @@ def over_tasks(quality: Sequence[Quality]) -> list[Quality]:
 def over_records(records: Sequence[Record]) -> list[Record]:
     """Holm-adjust the p-values of several records over all tasks that a plan was evaluated on.
 
-    Plans are equal if their layers are, regardless of the names of variants and checkpoints, since each task often has its
-    own checkpoint. A single record is returned unchanged.
+    Plans are equal if their layers are, regardless of the names of variants and checkpoints, since each task often has
+    its own checkpoint. A single record is returned unchanged.
     """
     if len(records) < 2:
         return list(records)

@@ -179,13 +179,13 @@ class Speed(Written):
         return Ratio(ratio=entry.ratio if settled else None, interval=entry.interval if settled else None)
 
     def share(self, entry: Relative) -> float | None:
-        """The ratio of one model as a share of the ceiling; None if either is not settled, or without attention no gain is left."""
+        """The ratio of one model as a share of the ceiling; None if one is not settled or the ceiling gains nothing."""
         if self.ceiling is None:
             return None
-        own, most = self.believed(entry), self.believed(self.ceiling)
-        if own.ratio is None or most.ratio is None or most.interval is None or most.interval[0] <= 1:
+        ratio, ceiling = self.believed(entry), self.believed(self.ceiling)
+        if ratio.ratio is None or ceiling.ratio is None or ceiling.interval is None or ceiling.interval[0] <= 1:
             return None
-        return own.ratio / most.ratio
+        return ratio.ratio / ceiling.ratio
 
     def verdict(self, entry: Relative) -> str | None:
         """What the interval of a ratio says; None without a ratio.
@@ -320,7 +320,7 @@ Receipt = Annotated[dict[str, Any], AfterValidator(_readable)]
 
 
 AT_CHANCE = "the base is at chance"
-"""The verdict where the base cannot be told from guessing, so that no loss could show."""
+"""The verdict where the base is no better than guessing, so that no loss could show."""
 
 Scores = dict[str, float]
 
@@ -368,8 +368,8 @@ class Layer(Written):
         mechanism: Name of the mechanism.
         settings: Settings of the mechanism.
         spans: Learned span of each head, in tokens; only of mechanisms with spans.
-        operations: Floating-point operations with these spans on an input as long as the model's positions, as a share of
-            those of exact attention.
+        operations: Floating-point operations with these spans on an input as long as the model's positions, as a share
+            of those of exact attention.
     """
 
     layer: int
@@ -418,8 +418,8 @@ class Approximated(Written):
     Attributes:
         examples: Number of examples with attention approximated in any of their windows.
         tokens: Share of all real tokens in such windows.
-        pairs: Share of the pairs of tokens whose weight is not exact, in the heads that were converted, averaged over the
-            inputs; older records lack it.
+        pairs: Share of the pairs of tokens whose weight is not exact, in the heads that were converted, averaged over
+            the inputs; older records lack it.
     """
 
     examples: Count
@@ -490,8 +490,8 @@ class QualityVariant(Written):
         at_chance: Whether the interval of its own score reaches the chance level.
         p_adjusted: p_value, Holm-adjusted over the tasks of the variant, or of its plan in a report of several records;
             null for a single task.
-        rare: How far the interval reaches for losses so rare that no example shows them, in the units of the score; null
-            without an interval; older records lack it.
+        rare: How far the interval reaches for losses so rare that no example shows them, in the units of the score;
+            null without an interval; older records lack it.
     """
 
     name: str
@@ -558,14 +558,14 @@ class Quality(Written):
         sliced_by: Unit of the bounds of slices.
         slice_metric: Metric of the slices.
         chance: Score of the best answer that ignores its input; null if it is not known.
-        groups: Number of speakers or documents that are resampled as a whole; null if examples are independent. Fewer than 5
-            give no interval.
+        groups: Number of speakers or documents that are resampled as a whole; null if examples are independent. Fewer
+            than 5 give no interval.
         grouped_by: What the examples of a group share, such as `article`; null if examples are independent.
-        stake: What the intervals assume of an example that is wholly lost: the loss of the score for each unit of the share of
-            such examples; older records lack it.
+        stake: What the intervals assume of an example that is wholly lost: the loss of the score for each unit of the
+            share of such examples; older records lack it.
         base: Scores of the base.
         variants: Scores of the variants, in order.
-        outputs: Name of the parquet file of per-example outputs, beside the record.
+        outputs: Name of the parquet file of per-example outputs, next to the record.
         fast_products: Whether all models ran within `approx.fast_products()`.
     """
 
@@ -594,7 +594,7 @@ class Quality(Written):
 
     @property
     def details(self) -> str:
-        """What tells evaluations of one split apart, in words: the settings of the task, and the notes."""
+        """What distinguishes evaluations of one split, in words: the settings of the task, and the notes."""
         chosen = (
             f"{name} {value:,}" if isinstance(value, int) and not isinstance(value, bool) else f"{name} {value}"
             for name, value in self.settings.items()
@@ -708,8 +708,8 @@ def validated(data: Any, what: str, exit_code: Exit) -> Record:
         json.dumps(data, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise ApproxError(
-            f"{what} is damaged: it holds half of a surrogate pair, which is not a character. Make it again with the command that "
-            "made it.",
+            f"{what} is damaged: it holds half of a surrogate pair, which is not a character. Make it again with the "
+            "command that made it.",
             exit_code,
         ) from None
     record, mistakes = validate(Record, data, "record")
@@ -778,13 +778,13 @@ def write_outputs(path: Path, columns: dict[str, Sequence[Any]]) -> None:
 
 
 def refuse_foreign_outputs(path: Path) -> None:
-    """Check that a file of per-example outputs, which no option names, is ours before it is replaced.
+    """Check that a file of per-example outputs, which no option names, was written by approx before it is replaced.
 
     Args:
-        path: The parquet file. Earlier versions did not mark it, but the record beside it names it.
+        path: The parquet file. Earlier versions did not mark it, but the record next to it names it.
 
     Raises:
-        ApproxError: if it is the user's (exit code 8).
+        ApproxError: if approx did not write it (exit code 8).
     """
     if not path.exists():
         return
@@ -798,8 +798,8 @@ def refuse_foreign_outputs(path: Path) -> None:
         if path.name in [one.outputs for one in load(path.with_suffix(".json")).quality]:
             return
     raise ApproxError(
-        f"{path} would hold the outputs of each example, but exists and was not written by approx; --force replaces only the record. "
-        "Move it away, or choose another output.",
+        f"{path} would hold the outputs of each example, but exists and was not written by approx; --force replaces "
+        "only the record. Move it away, or choose another output.",
         Exit.REFUSED,
     )
 

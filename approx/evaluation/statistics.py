@@ -27,14 +27,15 @@ RESAMPLES = 2000
 POWER = 0.8
 """The probability that `needed_examples` examples settle the verdict."""
 FEWEST_GROUPS = 5
-"""With fewer groups of examples there is no interval: how much groups differ cannot be told from so few."""
+"""With fewer groups of examples there is no interval: so few do not show how much groups differ."""
 TESTED = 0.1
 """The minimum share of approximated inputs for a verdict on a small loss."""
 TESTED_PAIRS = 0.05
 """The minimum share of approximated pairs of tokens for a verdict on a small loss, of the average input.
 
-Keys that are left out of a head's attention change its output by at most twice their share of the attention, and patterns
-leave out distant keys, which have less than their share: below a twentieth of the pairs, hardly anything was replaced.
+Keys that are left out of a head's attention change its output by at most twice their share of the attention, and
+patterns leave out distant keys, which have less than their share: below a twentieth of the pairs, hardly anything was
+replaced.
 """
 
 
@@ -57,8 +58,9 @@ class Comparison:
 def compare_correct(base: ArrayLike, converted: ArrayLike, confidence: float = CONFIDENCE) -> Comparison:
     """Compare two accuracies by the examples on which only one of the models is correct.
 
-    The p-value is from the exact McNemar test. The interval holds two: the adjusted Wald interval for paired proportions,
-    and Wald's own joined with the rule of three as in `compare_scores`, which reaches further where few examples changed.
+    The p-value is from the exact McNemar test. The interval holds two: the adjusted Wald interval for paired
+    proportions, and Wald's own joined with the rule of three as in `compare_scores`, which reaches further where few
+    examples changed.
 
     Source: McNemar 1947; Bonett and Price, 2012, "Adjusted Wald confidence interval for a difference of binomial
     proportions based on paired data"; Hanley and Lippman-Hand, 1983, "If Nothing Goes Wrong, Is Everything All Right?"
@@ -128,22 +130,22 @@ def compare_scores(
     are correlated, so whole groups are drawn.
 
     The bootstrap gives the standard error, corrected for narrowness by sqrt(n / (n - 1)), where n is the number of
-    examples or groups; Student's t with n - 1 degrees of freedom makes an interval of it. Percentile intervals call equal
-    models different in 6 % of cases at hundreds of examples and in 10-20 % at 5-20 groups.
+    examples or groups; Student's t with n - 1 degrees of freedom makes an interval of it. Percentile intervals call
+    equal models different in 6 % of cases at hundreds of examples and in 10-20 % at 5-20 groups.
 
-    A bootstrap knows nothing of what no example shows. A loss that strikes one example in fifty is absent from 30 % of all
-    samples of sixty, and the interval would shrink to a point beside it. Each end therefore also reaches as far as a rare
-    change could: the share of examples that can be struck though none shows it (`unseen`), times what is at stake in each.
-    Both reaches are added as independent errors. With groups, the number of examples is divided by their design effect: a
-    change may strike a group's examples together.
+    A bootstrap knows nothing of what no example shows. A loss that strikes one example in fifty is absent from 30 % of
+    all samples of sixty, and the interval would shrink to a point that excludes it. Each end therefore also reaches as
+    far as a rare change could: the share of examples that can be struck though none shows it (`unseen`), times what is
+    at stake in each. Both reaches are added as independent errors. With groups, the number of examples is divided by
+    their design effect: a change may strike a group's examples together.
 
     Source: Efron and Tibshirani, 1993, "An Introduction to the Bootstrap", chapters 6 and 12; Hesterberg, 2015, "What
-    Teachers Should Know About the Bootstrap", on narrowness; Hanley and Lippman-Hand, 1983; Kish, 1965, "Survey Sampling",
-    on design effects.
+    Teachers Should Know About the Bootstrap", on narrowness; Hanley and Lippman-Hand, 1983; Kish, 1965, "Survey
+    Sampling", on design effects.
 
     Args:
-        difference: Rows of examples -> the converted model's metric on them minus the base's, oriented so that a loss is
-            negative.
+        difference: Rows of examples -> the converted model's metric on them minus the base's, oriented so that a loss
+            is negative.
         examples: Number of examples.
         seed: Seed of the resampling.
         stake: What is at stake in one example.
@@ -166,7 +168,7 @@ def compare_scores(
     effective = examples / clustering
     if groups is not None:
         apart = float(_resample(difference, examples, seed, resamples, None).std())
-        # A few resamples cannot tell a small effect from none, and groups cannot make examples more than independent.
+        # A few resamples cannot distinguish a small effect from no effect; a design effect below 1 is noise.
         effect = max((error / apart) ** 2 if apart else 1.0, clustering, 1.0)
         effective = max(examples / effect, float(independent))
 
@@ -318,13 +320,14 @@ def verdict(
 
     With `low` and `high` the interval of base minus converted:
     `loss beyond margin` if low > margin; `loss within margin` if high <= margin and low > 0;
-    `no loss` if high <= margin and low <= 0; otherwise `inconclusive`: the interval includes the margin, or there is none.
+    `no loss` if high <= margin and low <= 0; otherwise `inconclusive`: the interval includes the margin, or there is
+    none.
 
-    A base that cannot be told from guessing has nothing to lose: the verdict is `the base is at chance`.
+    A base that is no better than guessing has nothing to lose: the verdict is `the base is at chance`.
 
-    If a converted model computes exact attention on more than nine tenths of the examples, or of the average input on all
-    but a twentieth of the pairs of tokens, a small loss says nothing about its approximation: the verdict is `not tested:
-    exact on N % of these inputs`, or `of the pairs`, unless the loss is beyond the margin anyway.
+    If a converted model computes exact attention on more than nine tenths of the examples, or of the average input on
+    all but a twentieth of the pairs of tokens, a small loss says nothing about its approximation: the verdict is `not
+    tested: exact on N % of these inputs`, or `of the pairs`, unless the loss is beyond the margin anyway.
 
     Args:
         interval: Interval of converted minus base, as in `Comparison`.
@@ -338,8 +341,8 @@ def verdict(
     Returns:
         The verdict. For `inconclusive` also the approximate number of similar examples that would settle it with a
         probability of 80 % if the true loss is the measured one; None if the verdict is settled, or if the measured
-        loss equals the margin, so that no number would settle it. With groups, the number of groups grows in proportion;
-        for few groups, the estimate is too high rather than too low.
+        loss equals the margin, so that no number would settle it. With groups, the number of groups grows in
+        proportion; for few groups, the estimate is too high rather than too low.
     """
     if at_chance:
         return AT_CHANCE, None

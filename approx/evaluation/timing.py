@@ -127,7 +127,7 @@ def peak_mb(call: Callable[[], object], device: torch.device) -> float:
         torch.cuda.synchronize(device)
         return (torch.cuda.max_memory_allocated(device) - resident) / 1e6
 
-    # The profiler's native logger writes a line to stderr at every start unless told not to.
+    # The profiler's native logger writes a line to stderr at every start unless this turns it off.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
         call()
@@ -169,9 +169,9 @@ def memory_limit(device: torch.device) -> Iterator[None]:
         return
     import resource
 
-    held = next(int(line.split()[1]) * 1024 for line in status.open() if line.startswith("VmData:"))
+    current = next(int(line.split()[1]) * 1024 for line in status.open() if line.startswith("VmData:"))
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = held + available_bytes(device)
+    limit = current + available_bytes(device)
     if soft != resource.RLIM_INFINITY:
         limit = min(limit, soft)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
@@ -274,8 +274,8 @@ class Neighbours:
 
     def crowded(self) -> bool:
         """Whether other processes left fewer cores than this process's threads can use."""
-        wall, busy, own = (now - then for now, then in zip(self._now(), self._begun, strict=True))
-        taken = max(busy - own, 0.0) / max(wall, 1e-9)
+        wall, busy, mine = (now - then for now, then in zip(self._now(), self._begun, strict=True))
+        taken = max(busy - mine, 0.0) / max(wall, 1e-9)
         return (psutil.cpu_count() or 1) - taken < GATE * torch.get_num_threads()
 
     @staticmethod

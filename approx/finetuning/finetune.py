@@ -21,7 +21,7 @@ from torch import Tensor
 from approx.checkpoints import checkpoint, families
 from approx.checkpoints.atomic_folder import (
     claim,
-    held,
+    locked_output,
     refuse_existing,
     refuse_overlap,
     refuse_unclaimed,
@@ -71,7 +71,7 @@ _DEFAULTS = {
     "mlm": (16, 1e-4, 3.0),
 }
 # Adapters and mechanisms' parameters tolerate higher rates than full matrices.
-_ADAPTERS_FASTER = _OWN_FASTER = 10.0
+_ADAPTERS_FASTER = _MECHANISMS_FASTER = 10.0
 _FEWEST_STEPS, _MOST_STEPS, _VALIDATIONS = 200, 2000, 10
 # With a smaller share of approximated inputs, much of the training is lost.
 _ENOUGH_APPROXIMATED = 0.8
@@ -106,7 +106,8 @@ class Preparation:
         """What a user should know before training."""
         if self.approximated is None or self.approximated > _ENOUGH_APPROXIMATED:
             return []
-        note = f"The mechanisms approximate on {100 * self.approximated:.0f} % of the training inputs; the others teach them nothing."
+        share = f"{100 * self.approximated:.0f} %"
+        note = f"The mechanisms approximate on {share} of the training inputs; the others teach them nothing."
         if self.approximates_from is None:
             return [f"{note} Train on longer inputs."]
         return [f"{note} --min-length {self.approximates_from} leaves those out."]
@@ -122,7 +123,7 @@ def prepare_training(model: Any, processor: Any, options: FinetuneStage, teacher
         teacher: The exact model for `distill`; by default a copy of the model with exact attention.
 
     Raises:
-        ApproxError: if a mode cannot be used, the data do not fit, or FSDP was asked for.
+        ApproxError: if a mode cannot be used, the data do not fit, or FSDP is requested.
     """
     refuse_sharding()
     text = options.text is not None
@@ -168,19 +169,19 @@ def with_adapters(model: Any, phase: Phase, prepared: Preparation, options: Fine
 
 
 def refuse_sharding() -> None:
-    """Refuse FSDP, which `accelerate launch` asks for in the environment.
+    """Refuse FSDP, which `accelerate launch` requests in the environment.
 
     Raises:
-        ApproxError: if FSDP was asked for.
+        ApproxError: if FSDP is requested.
     """
-    # Between the Trainer's steps, every process validates, compares and saves whole weights. On CPUs accelerate ignores the
-    # variable, so nothing that was asked for would happen there either.
+    # Between the Trainer's steps, every process validates, compares and saves whole weights. On CPUs accelerate only
+    # ignores the variable, so FSDP would not happen there either.
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         count = os.environ.get("LOCAL_WORLD_SIZE", "1")
         raise ApproxError(
-            "FSDP was asked for (ACCELERATE_USE_FSDP=true), but training needs the whole model in each process; it runs with data "
-            "parallelism, DDP. Start the same command with torchrun instead of accelerate launch: torchrun --nproc-per-node "
-            f"{count} --no-python approx finetune …",
+            "FSDP is requested (ACCELERATE_USE_FSDP=true), but training needs the whole model in each process; it "
+            "runs with data parallelism, DDP. Start the same command with torchrun instead of accelerate launch: "
+            f"torchrun --nproc-per-node {count} --no-python approx finetune …",
             Exit.UNSUPPORTED,
         )
 
@@ -191,13 +192,19 @@ def _refuse_missing(package: str, install: str, what: str) -> None:
 
 
 def _phase(
-    model: Any, mode: str, options: FinetuneStage, read: trainer.TrainingData, sample: dict[str, Any], teacher: Any,
-    share: float, adapted: bool,
-) -> Phase:  # fmt: skip
+    model: Any,
+    mode: str,
+    options: FinetuneStage,
+    read: trainer.TrainingData,
+    sample: dict[str, Any],
+    teacher: Any,
+    share: float,
+    adapted: bool,
+) -> Phase:
     batch_size, rate, _ = _DEFAULTS[mode]
     batch_size = options.batch_size or batch_size
     rate = options.learning_rate or rate * (_ADAPTERS_FASTER if adapted else 1.0)
-    own_rate = rate if options.learning_rate else rate * _OWN_FASTER
+    mechanism_rate = rate if options.learning_rate else rate * _MECHANISMS_FASTER
     one_pass = trainer.steps_of_pass(len(read.rows), batch_size)
     if options.steps is not None:
         steps = options.steps
@@ -209,15 +216,17 @@ def _phase(
     objective: Objective
     if mode == "transfer":
         projections = _projections(model, sample) if options.projections else []
-        own = trainer.own_parameters(model)
+        of_mechanisms = trainer.mechanism_parameters(model)
         objective = Transfer(model, joint=options.joint, match=options.match, projections=projections)
-        trained = [*own, *projections]
+        trained = [*of_mechanisms, *projections]
         # Projections are pretrained, so they need a lower rate than new parameters.
-        own_rate, rate = rate, rate / 100
+        mechanism_rate, rate = rate, rate / 100
     else:
         taught = mode == "distill"
         objective = Distill(teacher or teacher_of(model), options.distill) if taught else Supervised()
-        trained = trainer.own_parameters(model) if adapted else trainer.chosen_parameters(model, options.train, sample)
+        trained = (
+            trainer.mechanism_parameters(model) if adapted else trainer.chosen_parameters(model, options.train, sample)
+        )
         if adapted and mode == "task" and model.base_model is not model:
             trained += trainer.head_parameters(model)
     spans = families.is_converted(model) and any(each.penalty() is not None for each in mechanisms(model))
@@ -225,13 +234,23 @@ def _phase(
     if penalty and not families.is_converted(model):
         raise ApproxError("--penalty weighs the spans of a converted model, and this one is exact. Leave it out.")
     return Phase(
-        mode=mode, objective=objective, trained=trained, steps=steps, batch_size=batch_size, accumulate=options.accumulate,
-        learning_rate=rate, own_learning_rate=own_rate,
+        mode=mode,
+        objective=objective,
+        trained=trained,
+        steps=steps,
+        batch_size=batch_size,
+        accumulate=options.accumulate,
+        learning_rate=rate,
+        mechanism_learning_rate=mechanism_rate,
         seconds=math.inf if options.seconds is None else options.seconds * share,
-        evaluate_every=options.evaluate_every or max(1, math.ceil(steps / _VALIDATIONS)), patience=options.patience,
-        penalty=penalty, recompute=options.recompute, bfloat16=options.bfloat16, report_to=options.report_to,
+        evaluate_every=options.evaluate_every or max(1, math.ceil(steps / _VALIDATIONS)),
+        patience=options.patience,
+        penalty=penalty,
+        recompute=options.recompute,
+        bfloat16=options.bfloat16,
+        report_to=options.report_to,
         seed=options.seed,
-    )  # fmt: skip
+    )
 
 
 def _projections(model: Any, sample: dict[str, Any]) -> list[str]:
@@ -251,9 +270,9 @@ def _measure(model: Any, read: trainer.TrainingData) -> Measure:
     labels = [example.label for example in read.held_out.examples]
 
     def value() -> float:
-        said = predict(subject, read.task, prepared, device=model.device, halve=True)
-        measure.about_labels = label_order(read.task, said, labels, model.config)
-        return read.task.score(said, labels, [name])[name]
+        predictions = predict(subject, read.task, prepared, device=model.device, halve=True)
+        measure.about_labels = label_order(read.task, predictions, labels, model.config)
+        return read.task.score(predictions, labels, [name])[name]
 
     measure = Measure(name, METRICS[name].lower_is_better, value)
     return measure
@@ -267,12 +286,12 @@ def measure_of(phase: Phase, prepared: Preparation, model: Any) -> Measure:
 
 
 def _held_out_loss(phase: Phase, read: trainer.TrainingData, model: Any) -> Callable[[], float]:
-    held = replace(read, split=read.held_out, rows=[], encodings=[])
+    held_out_data = replace(read, split=read.held_out, rows=[], encodings=[])
     for number, example in enumerate(read.held_out.examples):
         for window, encoding in enumerate(read.task.encode(example, read.processor, read.limit)):
             if read.task.tokens(encoding):
-                held.rows.append((number, window))
-                held.encodings.append(encoding)
+                held_out_data.rows.append((number, window))
+                held_out_data.encodings.append(encoding)
 
     def value() -> float:
         training = model.training
@@ -280,12 +299,12 @@ def _held_out_loss(phase: Phase, read: trainer.TrainingData, model: Any) -> Call
         terms, counts = [], []
         rank, world = evaluate.place()
         batches = [
-            list(range(start, min(start + phase.batch_size, len(held.rows))))
-            for start in range(0, len(held.rows), phase.batch_size)
+            list(range(start, min(start + phase.batch_size, len(held_out_data.rows))))
+            for start in range(0, len(held_out_data.rows), phase.batch_size)
         ]
         with torch.no_grad():
             for rows in batches[rank::world]:
-                inputs = trainer.tensors_to(model.device, held.batch(rows, 0), model.dtype)
+                inputs = trainer.tensors_to(model.device, held_out_data.batch(rows, 0), model.dtype)
                 terms.append(float(phase.objective.loss(model, model, inputs)) * len(rows))
                 counts.append(len(rows))
         model.train(training)
@@ -302,8 +321,8 @@ _BYTES_OF_TRAINED = 8
 def estimate(model: Any, phase: Phase, prepared: Preparation, options: FinetuneStage) -> dict[str, Any]:
     """Estimate time and memory of a mode from trial steps; the model is not changed.
 
-    The first step has one of the longest inputs. A step of a whole batch follows only if it would take at most half of the
-    available memory; otherwise the steps have as many inputs as would, and time and memory grow in proportion.
+    The first step has one of the longest inputs. A step of a whole batch follows only if it would take at most half of
+    the available memory; otherwise the steps have as many inputs as would, and time and memory grow in proportion.
 
     Args:
         model: The model.
@@ -312,8 +331,8 @@ def estimate(model: Any, phase: Phase, prepared: Preparation, options: FinetuneS
         options: Options of the training, with the size of adapters.
 
     Returns:
-        `mode`, `steps`, `batch_size`, `learning_rate`, `trained` and `parameters` (how many numbers), `seconds` (at most the
-        time budget) and `memory_mb` (megabytes, 1e6 bytes).
+        `mode`, `steps`, `batch_size`, `learning_rate`, `trained` and `parameters` (how many numbers), `seconds` (at
+        most the time budget) and `memory_mb` (megabytes, 1e6 bytes).
     """
     rows = sorted(range(len(prepared.data.rows)), key=prepared.data.tokens)
     count = phase.batch_size // phase.accumulate
@@ -367,7 +386,7 @@ def estimate(model: Any, phase: Phase, prepared: Preparation, options: FinetuneS
         "mode": phase.mode,
         "steps": phase.steps,
         "batch_size": phase.batch_size,
-        "learning_rate": phase.own_learning_rate if phase.mode == "transfer" else phase.learning_rate,
+        "learning_rate": phase.mechanism_learning_rate if phase.mode == "transfer" else phase.learning_rate,
         "trained": trained,
         "parameters": numbers,
         "seconds": min(seconds, phase.seconds),
@@ -378,12 +397,12 @@ def estimate(model: Any, phase: Phase, prepared: Preparation, options: FinetuneS
 _STATE = "training.json"
 # Keys of a config that change no number of a training.
 _ELSEWHERE = ("_name_or_path", "transformers_version")
-# Settings that change while a model trains: by us, by the Trainer, which switches the cache off, and by a pass with labels.
+# Settings that approx, the Trainer (which switches the cache off) or a pass with labels changes while a model trains.
 _TOUCHED = ("layerdrop", "use_cache", "problem_type")
 
 
 class About(BaseModel):
-    """What a training is about; another one does not go on with its state. An earlier version did not keep the config."""
+    """What identifies a training: only an equal one continues with its state. Earlier versions stored no config."""
 
     model_config = ConfigDict(strict=True)
 
@@ -429,7 +448,7 @@ class Healing:
         held_out: Number of held-out examples.
         examples: Number of training examples.
         data_sha256: Hash of all examples.
-        options: The options as given.
+        options: The options of the training.
         approximated: Share of the training inputs on which the mechanisms approximate; None for an exact model.
         notes: What a user should know.
     """
@@ -494,8 +513,8 @@ def finetune(
         progress: Called with the current activity, steps done and total steps.
 
     Raises:
-        ApproxError: if a mode cannot be used, the data do not fit, the budget is met already (exit code 8), the folder holds
-            another training, or the loss is not finite.
+        ApproxError: if a mode cannot be used, the data do not fit, the budget is met already (exit code 8), the folder
+            holds another training, or the loss is not finite.
         Interrupted: after Ctrl-C or SIGTERM; the folder holds the state after the last step.
     """
     progress("read the data", 0, 1)
@@ -540,10 +559,10 @@ def _trained(
         if before is not None and prepared.measure.suffices(before) and not again:
             if evaluate.leads():
                 remove(folder, "training")
-            beside = "" if exact is None else f", {exact:.4f} with exact attention"
+            reference = "" if exact is None else f", {exact:.4f} with exact attention"
             raise BudgetMetError(
                 f"The budget {options.budget} is met before training: {prepared.measure.name} is {before:.4f} on "
-                f"{len(prepared.data.held_out.examples)} held-out examples{beside}. Nothing was trained.",
+                f"{len(prepared.data.held_out.examples)} held-out examples{reference}. Nothing was trained.",
                 _healing(prepared, options, begun, [], before),
             )
     outcomes: list[Outcome] = []
@@ -570,16 +589,30 @@ def _healing(
 ) -> Healing:
     return Healing(
         [phase.mode for phase in prepared.phases] if not prepared.adapted else list(options.recover or []),
-        outcomes, prepared.measure.name, begun.exact, begun.before, after, len(prepared.data.held_out.examples),
-        len(prepared.data.split.examples), prepared.data.sha256, options.model_dump(mode="json", exclude_none=True), prepared.approximated,
+        outcomes,
+        prepared.measure.name,
+        begun.exact,
+        begun.before,
+        after,
+        len(prepared.data.held_out.examples),
+        len(prepared.data.split.examples),
+        prepared.data.sha256,
+        options.model_dump(mode="json", exclude_none=True),
+        prepared.approximated,
         [*prepared.notes, *begun.notes],
-    )  # fmt: skip
+    )
 
 
 def _carried_out(
-    model: Any, phase: Phase, prepared: Preparation, options: FinetuneStage, place: Path,
-    *, resume: bool, progress: Progress,
-) -> Outcome:  # fmt: skip
+    model: Any,
+    phase: Phase,
+    prepared: Preparation,
+    options: FinetuneStage,
+    place: Path,
+    *,
+    resume: bool,
+    progress: Progress,
+) -> Outcome:
     # Adapters freeze everything else.
     before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     adapted = phase.mode in prepared.adapted
@@ -621,7 +654,7 @@ def _before(model: Any, measure: Measure) -> tuple[float | None, float | None]:
 def _enough(measure: Measure, exact: float | None, before: float | None, options: FinetuneStage) -> float:
     points = allowed_loss(options.budget or "")
     if exact is None:
-        why = "this model has none on these examples" if before is None else "this model is exact already"
+        why = "this model has no score on these examples" if before is None else "this model is exact already"
         raise ApproxError(
             f"The budget {options.budget} is a loss of score against exact attention, and {why}. Leave it out."
         )
@@ -630,7 +663,7 @@ def _enough(measure: Measure, exact: float | None, before: float | None, options
 
 
 def has_begun(folder: Path) -> bool:
-    """Whether a folder holds the state of a training, also of an earlier version, which made no claims."""
+    """Whether a folder holds the state of a training, also of an earlier version, which did not claim its folders."""
     try:
         return isinstance(json.loads((folder / _STATE).read_bytes())["about"]["weights"], str)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -659,8 +692,8 @@ def _begun(folder: Path, model: Any, prepared: Preparation, options: FinetuneSta
     if found is not None and resume:
         for path in folder.rglob("*"):
             refuse_leaving(folder, path)
-        kept = _read(file, found)
-        known = kept.about.model_dump(exclude_none=True)
+        begun = _read(file, found)
+        known = begun.about.model_dump(exclude_none=True)
         if different := [what for what in known if known[what] != getattr(about, what)]:
             words = {
                 "options": "options",
@@ -671,13 +704,13 @@ def _begun(folder: Path, model: Any, prepared: Preparation, options: FinetuneSta
                 "sites": "mechanisms",
             }
             raise ApproxError(
-                f"{folder} holds an unfinished training with other {', '.join(words[what] for what in different)}. Continue it "
-                "with the same ones, or start over with --force.",
+                f"{folder} holds an unfinished training with other {', '.join(words[what] for what in different)}. "
+                "Continue it with the same ones, or start over with --force.",
                 Exit.REFUSED,
             )
         if evaluate.leads():
             claim(folder, *_OURS)
-        return kept
+        return begun
     if found is not None:
         raise ApproxError(
             f"{folder} holds an unfinished training. Continue it with --resume, or start over with --force.",
@@ -685,16 +718,16 @@ def _begun(folder: Path, model: Any, prepared: Preparation, options: FinetuneSta
         )
     if resume:
         raise ApproxError(f"There is nothing to resume: {folder} holds no training.", Exit.UNAVAILABLE)
-    kept = Begun(about=about)
-    _keep(folder, kept)
-    return kept
+    begun = Begun(about=about)
+    _keep(folder, begun)
+    return begun
 
 
 def _read(file: Path, text: bytes) -> Begun:
     try:
         state = json.loads(text)
         if isinstance(state, dict) and "scored" not in state:
-            # An earlier version wrote both scores or none.
+            # An earlier version wrote both scores or neither.
             state["scored"] = "before" in state
         return Begun.model_validate(state)
     except (ValueError, RecursionError) as error:
@@ -704,15 +737,16 @@ def _read(file: Path, text: bytes) -> Begun:
 def _damaged(file: Path, error: Exception) -> ApproxError:
     reason = first_mistake(error) if isinstance(error, ValidationError) else " ".join(str(error).split())[:200]
     return ApproxError(
-        f"{file} is damaged: {reason}. The training cannot go on from there; start over with --force instead of --resume.",
+        f"{file} is damaged: {reason}. The training cannot go on from there; start over with --force instead of "
+        "--resume.",
         Exit.UNAVAILABLE,
     )
 
 
-def _keep(folder: Path, kept: Begun) -> None:
+def _keep(folder: Path, begun: Begun) -> None:
     if evaluate.leads():
         claim(folder, *_OURS)
-        write_whole(folder / _STATE, kept.model_dump_json())
+        write_whole(folder / _STATE, begun.model_dump_json())
 
 
 def _finish(place: Path, model: Any, outcome: Outcome) -> None:
@@ -790,7 +824,7 @@ def finetune_folder(
         force: Whether to replace an existing `out` and to start an unfinished training over.
         revision: Commit of the hub.
         offline: Whether only local files and the hub's cache may be used.
-        merge_adapter: Whether an adapter of PEFT beside the weights, or one whose folder is given, is merged into them.
+        merge_adapter: Whether a PEFT adapter next to the weights, or one named by its folder, is merged into them.
         device: Device to train on.
         progress: Called with the current activity, steps done and total steps.
 
@@ -798,8 +832,8 @@ def finetune_folder(
         The outcome of the training as plain data, with the checks of the folder.
 
     Raises:
-        ApproxError: if the checkpoint, an option or the data are refused, the budget is met already, the loss is not finite, or
-            a check fails (exit code 6; the result is kept beside `out` with the suffix `.failed`).
+        ApproxError: if the checkpoint, an option or the data are refused, the budget is met already, the loss is not
+            finite, or a check fails (exit code 6; the result is kept next to `out` with the suffix `.failed`).
     """
     refuse_sharding()
     out = Path(out)
@@ -810,7 +844,7 @@ def finetune_folder(
         refuse_existing(out, force=force)
     refuse_unwritable(out)
     # Another process would continue from the same checkpoints.
-    with held(working) if evaluate.leads() else nullcontext():
+    with locked_output(working) if evaluate.leads() else nullcontext():
         written = evaluate.agree(_written_before(out, working) if ended and evaluate.leads() else None)
         if written is not None:
             return written.result
@@ -838,18 +872,34 @@ def _hashes(folder: Path) -> dict[str, str]:
 
 
 def _finetuned(
-    name: str | Path, out: Path, options: FinetuneStage, teacher: str | None, working: Path, resume: bool, force: bool,
-    revision: str | None, offline: bool, merge_adapter: bool, device: str, progress: Progress,
-) -> dict[str, Any]:  # fmt: skip
+    name: str | Path,
+    out: Path,
+    options: FinetuneStage,
+    teacher: str | None,
+    working: Path,
+    resume: bool,
+    force: bool,
+    revision: str | None,
+    offline: bool,
+    merge_adapter: bool,
+    device: str,
+    progress: Progress,
+) -> dict[str, Any]:
     opened, taught = _opened(name, teacher, options, revision, offline, merge_adapter, device)
     refuse_overlap(opened.source.folder, out)
     reader = checkpoint.processor(opened.source)
     if taught is not None:
         _same_tokenizer(opened, taught)
     done = finetune(
-        opened.model, reader, options, folder=working, teacher=None if taught is None else taught.model,
-        resume=resume, restart=force and not resume, progress=progress,
-    )  # fmt: skip
+        opened.model,
+        reader,
+        options,
+        folder=working,
+        teacher=None if taught is None else taught.model,
+        resume=resume,
+        restart=force and not resume,
+        progress=progress,
+    )
 
     def result(results: list[Check]) -> dict[str, Any]:
         notes = [*opened.notes, *done.notes]
@@ -913,8 +963,8 @@ def _opened(
     if teacher is None:
         if "distill" in (options.recover or []) and trainings(record):
             raise ApproxError(
-                f"The weights of {name} were trained since they were converted, so with exact attention they are not the base. "
-                "Name it with --teacher.",
+                f"The weights of {name} were trained since they were converted, so with exact attention they are not "
+                "the base. Name it with --teacher.",
             )
         return opened, None
     if "distill" not in (options.recover or []):
@@ -934,8 +984,8 @@ def _same_tokenizer(opened: Checkpoint, taught: Checkpoint) -> None:
     vocabularies = [getattr(each, "get_vocab", dict)() for each in (own, other)]
     if vocabularies[0] != vocabularies[1]:
         raise ApproxError(
-            f"The tokenizer of {opened.source.name} and that of the teacher {taught.source.name} differ, so the two read "
-            "different tokens. Take the checkpoint that was converted as the teacher."
+            f"The tokenizer of {opened.source.name} and that of the teacher {taught.source.name} differ, so the two "
+            "read different tokens. Take the checkpoint that was converted as the teacher."
         )
 
 
@@ -969,9 +1019,16 @@ def _written(
             receipt.lost(verify.layer_damage(model, batch.inputs), batch.told)
         written["reloading in a fresh process"] = lambda folder: verify.fresh_process(folder, model)
     return convert.write_checked(
-        out, opened, written, what=f"The training of {opened.source.name}", earlier=results, receipt=receipt, force=force,
-        passed=keep, progress=say,
-    )  # fmt: skip
+        out,
+        opened,
+        written,
+        what=f"The training of {opened.source.name}",
+        earlier=results,
+        receipt=receipt,
+        force=force,
+        passed=keep,
+        progress=say,
+    )
 
 
 def _remember(opened: Checkpoint, options: FinetuneStage, done: Healing, taught: Checkpoint | None) -> None:

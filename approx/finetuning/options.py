@@ -56,7 +56,7 @@ class Distillation(Model):
         logits: Weight of the divergence between the outputs of teacher and student.
         hidden: Weight of the relative squared error of each layer's hidden states.
         attention: Weight of the relative squared error of each layer's attention outputs.
-        labels: Weight of the task's own loss.
+        labels: Weight of the loss on labels.
         temperature: Divisor of the logits of both.
     """
 
@@ -74,7 +74,8 @@ class Lora(Model):
         rank: Rank of an adapter.
         alpha: The output of an adapter is multiplied by alpha / rank.
         dropout: Dropout of the input of an adapter.
-        targets: Names of the layers with adapters, such as `query`; by default the projections of every attention layer.
+        targets: Names of the layers with adapters, such as `query`; by default the projections of every attention
+            layer.
     """
 
     rank: Count = 8
@@ -87,12 +88,12 @@ class FinetuneStage(Model):
     """How a model is trained.
 
     Attributes:
-        recover: Modes in their order: transfer (fit the mechanisms to exact attention, layer by layer), distill (fit the model
-            to its base), task (train on labels), clm or mlm (continue pre-training on text), lora (from there on, adapters
-            instead of weights). Default: transfer where mechanisms have parameters, then task, clm or mlm.
+        recover: Modes in their order: transfer (fit the mechanisms to exact attention, layer by layer), distill (fit
+            the model to its base), task (train on labels), clm or mlm (continue pre-training on text), lora (from there
+            on, adapters instead of weights). Default: transfer where mechanisms have parameters, then task, clm or mlm.
         task: A task, e.g. glue/sst2. `approx tasks` lists them.
-        data: The task's files in their official layout, a table (.csv, .tsv, .jsonl, .json, .parquet), or hub:OWNER/NAME.
-            Default: the hub, or the task's generator.
+        data: The task's files in their official layout, a table (.csv, .tsv, .jsonl, .json, .parquet), or
+            hub:OWNER/NAME. Default: the hub, or the task's generator.
         text: A file of plain text, in place of a task.
         split: Split to train on.
         settings: Settings of the task; `approx tasks NAME` lists them.
@@ -115,7 +116,7 @@ class FinetuneStage(Model):
         validation: Training examples held out to choose the best step, at most a tenth.
         evaluate_every: Steps between validations. Default: about ten validations.
         patience: End a mode after this many validations without progress.
-        budget: Stop as soon as no more is lost on held-out examples, against exact attention and in points: loss<=0.5.
+        budget: Stop once the loss of score on held-out examples against exact attention, in points, is met: loss<=0.5.
         recompute: Compute layers again in the backward pass: less memory, more time.
         bfloat16: Run the forward pass under bfloat16 autocast.
         report_to: Also report to tensorboard, trackio or wandb.

@@ -46,7 +46,7 @@ from approx_kernels.runtime.atomic_file import write_whole
 _PROJECTIONS = (nn.Linear, Conv1D)
 
 
-def own_parameters(model: Any) -> list[str]:
+def mechanism_parameters(model: Any) -> list[str]:
     """Names of the mechanisms' parameters: feature maps, spans, mixtures."""
     return [name for name, _ in model.named_parameters() if ".mechanism." in name]
 
@@ -115,20 +115,20 @@ def chosen_parameters(model: Any, train: str, inputs: dict[str, Tensor]) -> list
         layers = attention_layers(model, inputs)
         places = tuple(f"{layer}." for kind in layers.values() for layer in kind)
         chosen = [name for name in names if name.startswith(places)]
-    return list(dict.fromkeys([*chosen, *own_parameters(model)]))
+    return list(dict.fromkeys([*chosen, *mechanism_parameters(model)]))
 
 
 def head_parameters(model: Any) -> list[str]:
     """Names of the task head's parameters.
 
     Raises:
-        ApproxError: if the model has none.
+        ApproxError: if the model has no head.
     """
     prefix = f"{model.base_model_prefix}."
     head = [name for name, _ in model.named_parameters() if not name.startswith(prefix)]
     if model.base_model is model or not head:
         raise ApproxError(
-            f"Only the task head was to be trained, but a {type(model).__name__} has none. Train all, or attention.",
+            f"A {type(model).__name__} has no task head to train. Train all, or attention.",
             Exit.UNSUPPORTED,
         )
     return head
@@ -181,8 +181,8 @@ def remove_adapters(model: Any, *, merge: bool) -> None:
         if isinstance(module, LoraLayer):
             if merge:
                 module.merge()  # type: ignore[operator]  # typed as an attribute of a module
-            parent, _, own = name.rpartition(".")
-            setattr(model.get_submodule(parent), own, module.get_base_layer())
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, module.get_base_layer())
 
 
 def check_modes(modes: list[str], model: Any, *, text: bool, projections: bool) -> None:
@@ -201,17 +201,17 @@ def check_modes(modes: list[str], model: Any, *, text: bool, projections: bool) 
     for mode in ("transfer", "distill"):
         if mode in modes and not converted:
             raise ApproxError(
-                f"'{mode}' fits a converted model to exact attention, but this {type(model).__name__} is exact already. "
-                "Train it with 'task', 'clm' or 'mlm'.",
+                f"'{mode}' fits a converted model to exact attention, but this {type(model).__name__} is exact "
+                "already. Train it with 'task', 'clm' or 'mlm'.",
                 Exit.UNSUPPORTED,
             )
-    if "transfer" in modes and not (own_parameters(model) or projections):
+    if "transfer" in modes and not (mechanism_parameters(model) or projections):
         kinds = sorted(
             {part["mechanism"] for site in model.config.approx["sites"].values() for part in described(site)}
         )
         raise ApproxError(
-            f"'transfer' trains the parameters of mechanisms, and {', '.join(kinds)} has none. Use 'distill' or 'task', or let "
-            "it train the projections (--projections).",
+            f"'transfer' trains the parameters of mechanisms, and {', '.join(kinds)} has none. Use 'distill' or "
+            "'task', or let it train the projections (--projections).",
             Exit.UNSUPPORTED,
         )
     for mode in ("clm", "mlm"):
@@ -223,7 +223,7 @@ def check_modes(modes: list[str], model: Any, *, text: bool, projections: bool) 
 
 def default_modes(model: Any, *, text: bool, causal: bool) -> list[str]:
     """Default modes: attention transfer if mechanisms have parameters, then the task or language modelling."""
-    first = ["transfer"] if families.is_converted(model) and own_parameters(model) else []
+    first = ["transfer"] if families.is_converted(model) and mechanism_parameters(model) else []
     return [*first, ("clm" if causal else "mlm") if text else "task"]
 
 
@@ -257,17 +257,17 @@ class Supervised:
 class Transfer:
     """Attention transfer: each mechanism against exact attention on the same queries, keys and values.
 
-    The model itself runs exact attention, so each layer learns independently, on the inputs that the base would feed it.
-    With `joint` the model runs its mechanisms, and each layer learns on the outputs of the layers before it. Only the
-    mechanisms are trained, so no second model is needed and the backward pass keeps no activations of the model.
+    The model itself runs exact attention, so each layer learns independently, on the inputs that the base would feed
+    it. With `joint` the model runs its mechanisms, and each layer learns on the outputs of the layers before it. Only
+    the mechanisms are trained, so no second model is needed and the backward pass keeps no activations of the model.
 
     Source: Zhang et al. 2024, LoLCATs, arXiv 2410.10254; departs from it in the loss, which is relative to the target.
 
     Args:
         joint: Whether later layers receive the outputs of the mechanisms.
         match: `outputs` compares outputs [B, H, L, E]; `weights` compares dense attention weights by their divergence.
-        projections: Names of projection parameters to train as well. Targets are then computed with the initial weights,
-            and training is joint.
+        projections: Names of projection parameters to train as well. Targets are then computed with the initial
+            weights, and training is joint.
         model: The model, with its initial weights.
     """
 
@@ -324,10 +324,10 @@ class Transfer:
 
 
 class Distill:
-    """Distance from a teacher: outputs with a temperature, hidden states and attention outputs of each layer, and labels.
+    """Distance from a teacher's outputs (with a temperature), hidden states and attention outputs, and from labels.
 
-    Source: Hinton et al. 2015, arXiv 1503.02531, for the outputs; layers as in Jiao et al. 2020, TinyBERT, arXiv 1909.10351,
-    with errors relative to the teacher's activations.
+    Source: Hinton et al. 2015, arXiv 1503.02531, for the outputs; layers as in Jiao et al. 2020, TinyBERT, arXiv
+    1909.10351, with errors relative to the teacher's activations.
 
     Args:
         teacher: The exact model; its parameters are frozen.
@@ -339,31 +339,31 @@ class Distill:
 
     def loss(self, model: Any, inner: Any, inputs: dict[str, Tensor]) -> Tensor:
         """See `Objective`."""
-        own, weights = _without_targets(inputs), self._weights
+        unlabelled, weights = _without_targets(inputs), self._weights
         with torch.no_grad():
-            due, due_attention = self._run(self._teacher, self._teacher, own)
-        said, attention = self._run(model, inner, inputs if weights.labels else own)
-        mask = own.get("attention_mask")
+            target, target_attention = self._run(self._teacher, self._teacher, unlabelled)
+        outputs, attention = self._run(model, inner, inputs if weights.labels else unlabelled)
+        mask = unlabelled.get("attention_mask")
         several = kind_of_outputs(self._teacher.config) == SEVERAL
-        pairs = [(said[name], due[name]) for name in due if name.endswith("logits")] if weights.logits else []
+        pairs = [(outputs[name], target[name]) for name in target if name.endswith("logits")] if weights.logits else []
         terms = [
             weights.logits * _distance(one, other, mask, weights.temperature, several=several) / len(pairs)
             for one, other in pairs
         ]
         if weights.hidden:
-            layers = list(zip(said.hidden_states[1:], due.hidden_states[1:], strict=True))
+            layers = list(zip(outputs.hidden_states[1:], target.hidden_states[1:], strict=True))
             terms += [
                 weights.hidden * relative_error(one, other, _fitting(mask, one)) / len(layers) for one, other in layers
             ]
         if weights.attention:
             terms += [
                 weights.attention
-                * relative_error(call.output, due_attention[path].output, _real(call))
+                * relative_error(call.output, target_attention[path].output, _real(call))
                 / len(attention)
                 for path, call in attention.items()
             ]
         if weights.labels:
-            terms.append(weights.labels * said.loss)
+            terms.append(weights.labels * outputs.loss)
         return torch.stack(terms).sum()
 
     def _run(self, model: Any, inner: Any, inputs: dict[str, Tensor]) -> tuple[Any, dict[str, Call]]:
@@ -389,21 +389,21 @@ def exactly(model: Any) -> AbstractContextManager[None]:
     return exact_below(model, _ALWAYS_EXACT)
 
 
-def divergence_of_labels(given: Tensor, due: Tensor) -> Tensor:
-    """KL(due ‖ given) in nats of labels that do not exclude each other, added up: logits [B, L] -> [B]."""
-    least = F.binary_cross_entropy_with_logits(due, due.sigmoid(), reduction="none")
-    return (F.binary_cross_entropy_with_logits(given, due.sigmoid(), reduction="none") - least).sum(-1)
+def divergence_of_labels(outputs: Tensor, target: Tensor) -> Tensor:
+    """KL(target ‖ outputs) in nats , summed over labels that do not exclude each other: logits [B, L] -> [B]."""
+    least = F.binary_cross_entropy_with_logits(target, target.sigmoid(), reduction="none")
+    return (F.binary_cross_entropy_with_logits(outputs, target.sigmoid(), reduction="none") - least).sum(-1)
 
 
-def relative_error(given: Tensor, due: Tensor, real: Tensor | None = None) -> Tensor:
+def relative_error(outputs: Tensor, target: Tensor, real: Tensor | None = None) -> Tensor:
     """Squared error relative to the squared target, a scalar.
 
     Args:
-        given: Tensor of any shape.
-        due: Target of the same shape.
+        outputs: Tensor of any shape.
+        target: Tensor of the same shape.
         real: 1 where an entry counts and 0 elsewhere, broadcastable; None if all count.
     """
-    apart, size = (given.float() - due.float()).square(), due.float().square()
+    apart, size = (outputs.float() - target.float()).square(), target.float().square()
     if real is not None:
         apart, size = apart * real, size * real
     return apart.sum() / size.sum().clamp(min=torch.finfo(torch.float32).tiny)
@@ -434,23 +434,23 @@ def _weights(call: Call) -> Tensor:
         return scores.softmax(-1).nan_to_num()
 
 
-def _divergence(given: Tensor, due: Tensor, real: Tensor | None) -> Tensor:
+def _divergence(outputs: Tensor, target: Tensor, real: Tensor | None) -> Tensor:
     """Mean divergence of weights [B, H, L, S] from the target over real queries, in nats."""
     tiny = 1e-6
-    apart = (due * (due.clamp(min=tiny).log() - given.float().clamp(min=tiny).log())).sum(-1, keepdim=True)
+    apart = (target * (target.clamp(min=tiny).log() - outputs.float().clamp(min=tiny).log())).sum(-1, keepdim=True)
     if real is None:
         return apart.mean()
     return (apart * real).sum() / (real.sum() * apart.shape[1])
 
 
-def _distance(given: Tensor, due: Tensor, mask: Tensor | None, temperature: float, *, several: bool) -> Tensor:
-    """Distance of outputs: divergence over the last dimension, or squared error if that has size 1; of `several` labels, of each."""
+def _distance(outputs: Tensor, target: Tensor, mask: Tensor | None, temperature: float, *, several: bool) -> Tensor:
+    """Divergence of outputs over the last dimension, or of each of `several` labels; squared error if it has size 1."""
     if several:
-        return divergence_of_labels(given.float() / temperature, due.float() / temperature).mean() * temperature**2
-    if due.shape[-1] == 1:
-        return F.mse_loss(given.float(), due.float())
-    log_given, log_due = (F.log_softmax(x.float() / temperature, -1) for x in (given, due))
-    apart = (log_due.exp() * (log_due - log_given)).sum(-1) * temperature**2
+        return divergence_of_labels(outputs.float() / temperature, target.float() / temperature).mean() * temperature**2
+    if target.shape[-1] == 1:
+        return F.mse_loss(outputs.float(), target.float())
+    log_outputs, log_target = (F.log_softmax(x.float() / temperature, -1) for x in (outputs, target))
+    apart = (log_target.exp() * (log_target - log_outputs)).sum(-1) * temperature**2
     # Only outputs of single tokens, [B, L, V], have padding.
     if mask is not None and mask.shape == apart.shape:
         return (apart * mask).sum() / mask.sum()
@@ -480,7 +480,7 @@ class Phase:
         batch_size: Inputs per step, over all processes.
         accumulate: Forward passes per step.
         learning_rate: Highest learning rate.
-        own_learning_rate: Highest learning rate of the mechanisms' parameters.
+        mechanism_learning_rate: Highest learning rate of the mechanisms' parameters.
         seconds: Time limit; infinite for none.
         evaluate_every: Steps between validations.
         patience: Validations without improvement after which the mode ends; None for no limit.
@@ -498,7 +498,7 @@ class Phase:
     batch_size: int
     accumulate: int
     learning_rate: float
-    own_learning_rate: float
+    mechanism_learning_rate: float
     seconds: float
     evaluate_every: int
     patience: int | None
@@ -561,8 +561,8 @@ class Outcome:
     ended: str
 
 
-class _Kept(BaseModel):
-    """What a checkpoint keeps besides the Trainer's files; an earlier version kept no hashes."""
+class _WatchState(BaseModel):
+    """What a checkpoint stores besides the Trainer's files; earlier versions stored no hashes."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -595,9 +595,9 @@ class Watch(TrainerCallback):
         counted = mask.sum().item() if mask is not None else 0 if main is None else main.shape[:2].numel()
         self.tokens += int(counted) // self._trainer.data.task.input_per_token * self._trainer.args.world_size
 
-    def kept(self, files: dict[str, str]) -> str:
+    def state_text(self, files: dict[str, str]) -> str:
         """State to store in a checkpoint, with the hashes of other files in it."""
-        return _Kept(seconds=self.seconds(), tokens=self.tokens, files=files).model_dump_json()
+        return _WatchState(seconds=self.seconds(), tokens=self.tokens, files=files).model_dump_json()
 
     def take(self, text: bytes, files: dict[str, str]) -> None:
         """Restore the state of a checkpoint, whose files have these hashes.
@@ -605,10 +605,10 @@ class Watch(TrainerCallback):
         Raises:
             ValueError: if it or one of the files is damaged.
         """
-        kept = _Kept.model_validate_json(text)
-        if changed := [name for name, digest in kept.files.items() if files.get(name) != digest]:
-            raise ValueError(f"{', '.join(changed)} is not as it was written")
-        self._before, self.tokens, self._began = kept.seconds, kept.tokens, time.monotonic()
+        stored = _WatchState.model_validate_json(text)
+        if changed := [name for name, digest in stored.files.items() if files.get(name) != digest]:
+            raise ValueError(f"{', '.join(changed)} was changed since it was written")
+        self._before, self.tokens, self._began = stored.seconds, stored.tokens, time.monotonic()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Find the best checkpoint in the folder as it is named now; the state names it as it was."""
@@ -663,9 +663,9 @@ class Watch(TrainerCallback):
         share = max(state.global_step / phase.steps, self.share_of_time())
         left = self.seconds() * (1 - share) / share
         figures = {"loss": f"{self._loss:.4g}", f"held-out {self._trainer.measure.name}": f"{self._validation:.4g}"}
-        told = [f"{name} {value}" for name, value in figures.items() if value != "nan"]
-        told += [f"rate {rate:.1e}", f"{self.tokens / self.seconds():,.0f} tokens/s", f"{_duration(left)} left"]
-        self._progress(" | ".join([phase.mode, *told]), state.global_step, phase.steps)
+        parts = [f"{name} {value}" for name, value in figures.items() if value != "nan"]
+        parts += [f"rate {rate:.1e}", f"{self.tokens / self.seconds():,.0f} tokens/s", f"{_duration(left)} left"]
+        self._progress(" | ".join([phase.mode, *parts]), state.global_step, phase.steps)
 
 
 def _duration(seconds: float) -> str:
@@ -807,8 +807,8 @@ def read_data(options: FinetuneStage, model: Any, processor: Any, *, labelled: b
             examples are left.
     """
     if (options.task is None) == (options.text is None):
-        given = "neither was given" if options.task is None else "both were given"
-        raise ApproxError(f"Training needs examples: give either a task (--task) or text files (--text); {given}.")
+        found = "neither was given" if options.task is None else "both were given"
+        raise ApproxError(f"Training needs examples: give either a task (--task) or text files (--text); {found}.")
     limit = _limit(model, options.length)
     if options.text is not None:
         task, split = _texts(options.text, language, limit or 512)
@@ -821,8 +821,8 @@ def read_data(options: FinetuneStage, model: Any, processor: Any, *, labelled: b
         task.check(model)
     elif task.input_name != model.main_input_name:
         raise ApproxError(
-            f"{task.name} makes {task.input_name}, but a {type(model).__name__} takes {model.main_input_name}. Train it on a "
-            "task for its kind of input.",
+            f"{task.name} makes {task.input_name}, but a {type(model).__name__} takes {model.main_input_name}. Train "
+            "it on a task for its kind of input.",
             Exit.UNSUPPORTED,
         )
     if options.min_length is not None:
@@ -837,17 +837,24 @@ def read_data(options: FinetuneStage, model: Any, processor: Any, *, labelled: b
     if not rows:
         raise ApproxError(f"{task.name}: no training example has any tokens.", Exit.UNAVAILABLE)
     return TrainingData(
-        task, replace(split, examples=trained), replace(split, examples=held_out), rows, encodings, labelled, limit,
-        processor, model.config,
-    )  # fmt: skip
+        task,
+        replace(split, examples=trained),
+        replace(split, examples=held_out),
+        rows,
+        encodings,
+        labelled,
+        limit,
+        processor,
+        model.config,
+    )
 
 
 def _limit(model: Any, length: int | None) -> int | None:
     most = positions.limit(model.config)
     if length is not None and most is not None and length > most:
         raise ApproxError(
-            f"Inputs of {length} tokens were asked for, but the model takes {most} positions. Convert it with --max-length "
-            f"{length} first."
+            f"--length is {length} tokens, but the model takes {most} positions. Convert it with "
+            f"--max-length {length} first."
         )
     return length or most
 
@@ -880,8 +887,8 @@ def _refuse_reported(task: Task, options: FinetuneStage) -> None:
     if options.split == "train" or (task.part_setting is not None and task.part_setting in options.settings):
         return
     raise ApproxError(
-        f"{task.name} would be trained on its split '{options.split}', which scores are reported on. Train on 'train', or choose "
-        "examples by the task's settings (such as the articles of squad) and evaluate on others.",
+        f"{task.name} would be trained on its split '{options.split}', which scores are reported on. Train on 'train', "
+        "or choose examples by the task's settings (such as the articles of squad) and evaluate on others.",
         Exit.REFUSED,
     )
 
@@ -897,8 +904,8 @@ def _long_enough(task: Task, split: Split, processor: Any, limit: int | None, le
             f"{task.name}: no training example has the {least} tokens of --min-length; the longest has {max(longest)}.",
             Exit.UNAVAILABLE,
         )
-    kept = [example for example, tokens in zip(split.examples, longest, strict=True) if tokens >= least]
-    return replace(split, examples=kept)
+    chosen = [example for example, tokens in zip(split.examples, longest, strict=True) if tokens >= least]
+    return replace(split, examples=chosen)
 
 
 def _held_out(task: Task, split: Split, count: int, seed: int) -> tuple[list[Example], list[Example]]:
@@ -906,7 +913,8 @@ def _held_out(task: Task, split: Split, count: int, seed: int) -> tuple[list[Exa
     examples = split.examples
     if len(examples) < 2:
         raise ApproxError(
-            f"{task.name}: {len(examples)} training example. At least two are needed, one of them to choose the best step.",
+            f"{task.name}: {len(examples)} training example. At least two are needed, one of them to choose the best "
+            "step.",
             Exit.UNAVAILABLE,
         )
     count = max(1, min(count, len(examples) // 10))
@@ -925,8 +933,8 @@ def _held_out(task: Task, split: Split, count: int, seed: int) -> tuple[list[Exa
     held_out = [example for number, example in enumerate(examples) if number in chosen]
     if not trained:
         raise ApproxError(
-            f"{task.name}: its {len(examples)} training examples are of {len(names)} {task.groups.by}, so that none can be held out to "
-            "choose the best step. Give examples of more.",
+            f"{task.name}: its {len(examples)} training examples are of {len(names)} {task.groups.by}, so that none "
+            "can be held out to choose the best step. Give examples of more {task.groups.by}.",
             Exit.UNAVAILABLE,
         )
     return trained, held_out
@@ -995,7 +1003,8 @@ def train(
         progress: Called with the current activity, steps done and total steps.
 
     Raises:
-        ApproxError: if the loss is not finite, the processes cannot share a batch, or the disk does not take a checkpoint.
+        ApproxError: if the loss is not finite, the processes cannot share a batch, or the disk does not take a
+            checkpoint.
         Interrupted: after Ctrl-C or SIGTERM; a checkpoint of the last step is in the folder.
     """
     trainer = _Trainer(model, phase, data, measure, folder, progress)
@@ -1028,8 +1037,8 @@ def _damage_reported(trainer: "_Trainer", last: Path | None) -> Iterator[None]:
         if last is None or trainer.begun:
             raise
         raise ApproxError(
-            f"{last} is damaged: {type(error).__name__}: {' '.join(str(error).split())[:200]}. Delete it to continue from the one "
-            "before, or start over with --force instead of --resume.",
+            f"{last} is damaged: {type(error).__name__}: {' '.join(str(error).split())[:200]}. Delete it to continue "
+            "from the one before, or start over with --force instead of --resume.",
             Exit.UNAVAILABLE,
         ) from error
 
@@ -1040,11 +1049,11 @@ def disk_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        kept = last_complete(folder)
-        state = f"; the state after step {_step(kept)} is kept" if kept else ""
+        last = last_complete(folder)
+        state = f"; the state after step {_step(last)} is kept" if last else ""
         raise ApproxError(
-            f"A checkpoint could not be written to {folder}: {getattr(error, 'strerror', None) or error}{state}. Free space, then "
-            "continue with --resume.",
+            f"A checkpoint could not be written to {folder}: {getattr(error, 'strerror', None) or error}{state}. Free "
+            "space, then continue with --resume.",
             Exit.UNAVAILABLE,
         ) from None
 
@@ -1056,7 +1065,7 @@ def last_complete(folder: Path) -> Path | None:
 
 
 def _hashes(checkpoint: Path) -> dict[str, str]:
-    """Hashes of the small files of a checkpoint: the state of the training, but not tensors, which may be many gigabytes."""
+    """Hashes of the small files of a checkpoint, the state of the training; tensors may be many gigabytes."""
     small = (path for path in checkpoint.iterdir() if path.is_file() and path.stat().st_size <= _SMALL)
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in small if path.name != _COMPLETE}
 
@@ -1082,9 +1091,13 @@ class _Trainer(Trainer):
         arguments = _arguments(model, phase, measure, folder)
         self.schedule = schedule = Schedule(data, phase.batch_size, phase.steps, phase.seed)
         super().__init__(
-            model=model, args=arguments, train_dataset=schedule, eval_dataset=schedule, data_collator=self._collated,
+            model=model,
+            args=arguments,
+            train_dataset=schedule,
+            eval_dataset=schedule,
+            data_collator=self._collated,
             callbacks=[self.watch, *([EarlyStoppingCallback(phase.patience)] if phase.patience else [])],
-        )  # fmt: skip
+        )
         self.remove_callback(PrinterCallback)
         # Losses are batch means over equally large batches, so the Trainer may average them (transformers#47688).
         self.model_accepts_loss_kwargs = False
@@ -1107,16 +1120,17 @@ class _Trainer(Trainer):
             loss = loss + self.phase.penalty * inner.attention_penalty().to(loss.device)
         if not loss.requires_grad:
             raise ApproxError(
-                f"Nothing that '{self.phase.mode}' trains changes its loss: the mechanisms are exact on inputs this short, with the spans "
-                "they have. Use longer inputs (--min-length), a --penalty above 0 for spans, or another mode.",
+                f"Nothing that '{self.phase.mode}' trains changes its loss: the mechanisms are exact on inputs this "
+                "short, with the spans they have. Use longer inputs (--min-length), a --penalty above 0 for spans, or "
+                "another mode.",
                 Exit.UNSUPPORTED,
             )
         if not torch.isfinite(loss):
-            kept = last_complete(Path(str(self.args.output_dir)))
-            state = "nothing was kept yet" if kept is None else f"the state after step {_step(kept)} is kept in {kept}"
+            last = last_complete(Path(str(self.args.output_dir)))
+            state = "nothing was saved yet" if last is None else f"the state after step {_step(last)} is kept in {last}"
             raise ApproxError(
-                f"The loss of '{self.phase.mode}' is {float(loss)} at step {self.state.global_step + 1}; {state}. Lower "
-                "--learning-rate, or look for damaged examples.",
+                f"The loss of '{self.phase.mode}' is {float(loss)} at step {self.state.global_step + 1}; {state}. "
+                "Lower --learning-rate, or look for damaged examples.",
                 Exit.VERIFICATION,
             )
         self.watch.count(inputs)
@@ -1127,9 +1141,9 @@ class _Trainer(Trainer):
         groups: dict[tuple[float, float], list[Tensor]] = {}
         for name, parameter in (self.trained if model is None else model).named_parameters():
             if parameter.requires_grad:
-                own = ".mechanism." in name
-                rate = self.phase.own_learning_rate if own else self.phase.learning_rate
-                groups.setdefault((rate, 0.0 if own or parameter.dim() < 2 else 0.01), []).append(parameter)
+                of_mechanism = ".mechanism." in name
+                rate = self.phase.mechanism_learning_rate if of_mechanism else self.phase.learning_rate
+                groups.setdefault((rate, 0.0 if of_mechanism or parameter.dim() < 2 else 0.01), []).append(parameter)
         self.optimizer = torch.optim.AdamW(
             [{"params": part, "lr": rate, "weight_decay": decay} for (rate, decay), part in groups.items()]
         )
@@ -1160,7 +1174,7 @@ class _Trainer(Trainer):
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             # Written last, so an incomplete checkpoint lacks it.
-            write_whole(folder / _COMPLETE, self.watch.kept(_hashes(folder)))
+            write_whole(folder / _COMPLETE, self.watch.state_text(_hashes(folder)))
 
     def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
         if checkpoint is not None:
@@ -1172,16 +1186,23 @@ class _Trainer(Trainer):
         curve: dict[int, dict[str, float]] = {}
         for entry in history:
             named = {"loss": "loss", "learning_rate": "learning_rate", f"eval_{self.measure.name}": "validation"}
-            kept = {ours: float(entry[theirs]) for theirs, ours in named.items() if theirs in entry}
-            if kept:
+            figures = {ours: float(entry[theirs]) for theirs, ours in named.items() if theirs in entry}
+            if figures:
                 step = int(entry["step"])
-                curve.setdefault(step, {"step": step}).update(kept)
+                curve.setdefault(step, {"step": step}).update(figures)
         best = self.state.best_global_step or self.state.global_step
         parameters = sum(p.numel() for name, p in self.trained.named_parameters() if name in set(self.phase.trained))
         return Outcome(
-            self.phase.mode, self.state.global_step, best, parameters, self.watch.tokens, round(self.watch.seconds(), 1),
-            self.measure.name, list(curve.values()), self.watch.ended,
-        )  # fmt: skip
+            self.phase.mode,
+            self.state.global_step,
+            best,
+            parameters,
+            self.watch.tokens,
+            round(self.watch.seconds(), 1),
+            self.measure.name,
+            list(curve.values()),
+            self.watch.ended,
+        )
 
 
 def _recomputing(model: Any, what: str) -> Any:
@@ -1208,7 +1229,7 @@ def _arguments(model: Any, phase: Phase, measure: Measure, folder: Path) -> Trai
         load_best_model_at_end=True,
         metric_for_best_model=f"eval_{measure.name}",
         greater_is_better=not measure.lower_is_better,
-        # A bar of its own would be drawn into our line of progress.
+        # A second bar would be drawn into our line of progress.
         disable_tqdm=True,
         # The other processes would otherwise be more talkative than the first.
         log_level_replica="passive",
@@ -1220,8 +1241,8 @@ def _arguments(model: Any, phase: Phase, measure: Measure, folder: Path) -> Trai
     shares = made.world_size * phase.accumulate
     if phase.batch_size % shares:
         raise ApproxError(
-            f"A step has {phase.batch_size} inputs, which {made.world_size} processes with {phase.accumulate} forward passes each "
-            f"cannot share evenly. Give a --batch-size that is a multiple of {shares}."
+            f"A step has {phase.batch_size} inputs, which {made.world_size} processes with {phase.accumulate} forward "
+            f"passes each cannot share evenly. Give a --batch-size that is a multiple of {shares}."
         )
     made.per_device_train_batch_size = phase.batch_size // shares
     return made

@@ -60,8 +60,8 @@ def in_memory(model: Any, processor: Any, *, offline: bool = False, reads: bool 
     """
     if not isinstance(model, PreTrainedModel):
         raise ApproxError(
-            f"A {type(model).__name__} cannot be measured. Pass the name of a checkpoint, or a model from from_pretrained, "
-            "without a wrapper."
+            f"A {type(model).__name__} cannot be measured. Pass the name of a checkpoint, or a model from "
+            "from_pretrained, without a wrapper."
         )
     if processor is None and reads:
         raise ApproxError(
@@ -72,8 +72,8 @@ def in_memory(model: Any, processor: Any, *, offline: bool = False, reads: bool 
         processor = processor_of(os.fspath(processor), type(model), offline=offline)
     elif processor is not None and not callable(processor):
         raise ApproxError(
-            f"'processor' is of type {type(processor).__name__}; a tokenizer, a processor or the name of a folder is needed. "
-            "Pass e.g. AutoTokenizer.from_pretrained(…)."
+            f"'processor' is of type {type(processor).__name__}; a tokenizer, a processor or the name of a folder is "
+            "needed. Pass e.g. AutoTokenizer.from_pretrained(…)."
         )
     source = Source(
         type(model).__name__,
@@ -165,8 +165,9 @@ def reseeding(opened: Checkpoint, subject: Subject) -> Callable[[int], AbstractC
     if fitted and (step is None or step.calibration is not None):
         text = step.calibration if step else None
         raise ApproxError(
-            f"The mechanisms of {subject.name} were fitted to {text.name if text else 'inputs'}, which the checkpoint does not "
-            "store, so they cannot be fitted with other seeds. Leave out --seeds, or convert without --calibrate.",
+            f"The mechanisms of {subject.name} were fitted to {text.name if text else 'inputs'}, which the checkpoint "
+            "does not store, so they cannot be fitted with other seeds. Leave out --seeds, or convert without "
+            "--calibrate.",
             Exit.UNSUPPORTED,
         )
 
@@ -377,7 +378,7 @@ def measure_quality(
             seed=seed,
             device=opened[BASE].model.device,
             outputs=outputs,
-            kept=None if fresh else default_folder(),
+            ledgers=None if fresh else default_folder(),
             progress=lambda done, total: progress(f"evaluate {stage.task}", done, total),
         )
     notes = [*entry.notes, *(["fast float32 products"] if stage.fast_products else [])]
@@ -518,8 +519,8 @@ def _input_maker(
     task = open_task(texts.task, **texts.settings)
     if task.input_name != base.main_input_name:
         raise ApproxError(
-            f"{task.name} makes {task.input_name}, but {source.name} takes {base.main_input_name}. Use a task with its kind of "
-            "input, or none.",
+            f"{task.name} makes {task.input_name}, but {source.name} takes {base.main_input_name}. Use a task with its "
+            "kind of input, or none.",
             Exit.UNSUPPORTED,
         )
     examples = task.examples(_path(texts.data), texts.split, texts.limit, streaming=texts.streaming)
@@ -555,7 +556,8 @@ def open_pair(
 
     Args:
         model: A folder, a hub model id, or `quickstart`; or a loaded model.
-        against: The base; by default the model's own weights under exact attention. None for a stock model opens it alone.
+        against: The base; by default the model's own weights under exact attention. None for a stock model opens it
+            alone.
         device: `auto`, `cpu` or `cuda`.
         dtype: `auto` or the name of a torch dtype.
         offline: Whether to use only local files and the hub's cache.
@@ -603,7 +605,8 @@ def with_extended_base(opened: Mapping[str, checkpoint.Checkpoint]) -> tuple[dic
     if before is None or longest is None or longest <= before:
         takes = "any length" if before is None else f"{before:,} positions"
         raise ApproxError(
-            f"{base.source.name} takes {takes}, and nothing that is compared with it takes more. Leave out --extend-base."
+            f"{base.source.name} takes {takes}, and nothing that is compared with it takes more. Leave out "
+            "--extend-base."
         )
     positions.extendable(base.model.config, base.source.name, longest)
     model = copy.deepcopy(base.model)

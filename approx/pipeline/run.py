@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from approx.checkpoints import checkpoint
-from approx.checkpoints.atomic_folder import CLAIM, atomic_folder, claim, held, refuse_unclaimed, remove
+from approx.checkpoints.atomic_folder import CLAIM, atomic_folder, claim, locked_output, refuse_unclaimed, remove
 from approx.checkpoints.checkpoint import Checkpoint
 from approx.conversion import convert
 from approx.conversion.calibration import CalibrationFile
@@ -96,10 +96,10 @@ def search(
         progress: Called with what happens, done and total.
 
     Raises:
-        ApproxError: if an output exists or another process writes it, the options contradict each other or do not fit the model, or no plan could be as
-            fast as asked.
+        ApproxError: if an output exists or another process writes it, the options contradict each other or do not fit
+            the model, or no plan could be as fast as asked.
     """
-    with held(folder):
+    with locked_output(folder):
         _refuse_search(plan, folder, resume=resume, force=force)
         if sensitivities is not None and not sensitivities.is_file():
             raise ApproxError(
@@ -260,8 +260,8 @@ def refuse_trained_on(heals: Sequence[FinetuneStage], stage: EvaluateStage) -> N
     for heal in heals:
         if (shared := overlap(heal, split.examples)) > _REPEATED * len(split.examples):
             raise ApproxError(
-                f"{shared} of the {len(split.examples)} examples that {stage.task} is evaluated on are trained on by 'heal', so their "
-                "score would say nothing. Train on another split or on other settings of the task.",
+                f"{shared} of the {len(split.examples)} examples that {stage.task} is evaluated on are trained on by "
+                "'heal', so their score would say nothing. Train on another split or on other settings of the task.",
                 Exit.REFUSED,
             )
 
@@ -597,8 +597,8 @@ class Pushes:
             )
         except ApproxError as error:
             raise ApproxError(
-                f"The run is complete but for its push. Continue it with --resume, or push by hand: approx push {folder} {asked.repo} "
-                f"--record {self.record}. What stopped it: {error}",
+                "The run is complete but for its push. Continue it with --resume, or push by hand: approx push "
+                f"{folder} {asked.repo} --record {self.record}. What stopped it: {error}",
                 error.exit_code,
             ) from error
 
@@ -629,7 +629,8 @@ def run(
         resume: Continue an earlier run of the same recipe in `out`.
         force: Delete an earlier run in `out` and start over.
         offline: Whether to use only local files and the hub's cache.
-        send: Whether to push what the recipe pushes; otherwise the folders that would be pushed are written into `out/push`.
+        send: Whether to push what the recipe pushes; otherwise the folders that would be pushed are written into
+            `out/push`.
         command: The command as typed, for the record.
         progress: Called with stage, done and total.
         pushed: Called with the outcome of each push, as of `approx.push`.
@@ -638,12 +639,13 @@ def run(
         The record.
 
     Raises:
-        ApproxError: if the recipe has mistakes (with all of them), `out` holds another run or another process is writing it, a
-            push would not be allowed, or a stage fails.
+        ApproxError: if the recipe has mistakes (with all of them), `out` holds another run or another process is
+            writing it, a push would not be allowed, or a stage fails.
     """
     if recipe.push and offline and send:
         raise ApproxError(
-            "--offline was given, but the recipe pushes, which needs the hub. Add --no-push to only write the folders that it would push."
+            "--offline was given, but the recipe pushes, which needs the hub. Add --no-push to only write the folders "
+            "that it would push."
         )
     _refuse(recipe, out, resume=resume, force=force)
     plans = check(recipe, offline=offline)
@@ -654,7 +656,7 @@ def run(
     # The keys already include a hash of the code.
     machine = {key: value for key, value in environment.items() if key not in ("approx", "git_commit")}
     study.begin(machine, computed_by(base.model.device))
-    with held(out):
+    with locked_output(out):
         # Another process may have claimed it since it was looked at.
         _refuse(recipe, out, resume=resume, force=force)
         if recipe.search:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from approx.checkpoints.atomic_folder import claim, held, refuse_unclaimed
+from approx.checkpoints.atomic_folder import claim, locked_output, refuse_unclaimed
 from approx.errors import ApproxError, Exit
 from approx.evaluation import record
 from approx.evaluation.bench import crossover
@@ -48,8 +48,8 @@ def cells(
     The base and the data are loaded, since the keys depend on them; nothing is computed or written.
 
     Raises:
-        ApproxError: with all mistakes of the grid at once; if a task does not fit a checkpoint or its data; or if `out` is
-            not the folder of a sweep.
+        ApproxError: with all mistakes of the grid at once; if a task does not fit a checkpoint or its data; or if `out`
+            is not the folder of a sweep.
     """
     refuse_unclaimed(out, "sweep", "a sweep", _begun)
     plans = _checked(grid, offline)
@@ -76,7 +76,7 @@ def sweep(grid: Grid, out: Path, todo: Sequence[Stage], executor: Executor, *, p
         executor: Runs the cells.
         progress: Called with the cell that finished last, done and total.
     """
-    with held(out):
+    with locked_output(out):
         claim(out, "sweep", "a sweep", _begun)
         computed = complete(
             todo, Store(out), executor, keep_going=True,

@@ -53,7 +53,8 @@ LADDERS: dict[str, tuple[dict[str, Any], ...]] = {
     # Their feature maps are learned, so they are tried only after fitting, or if they are named.
     "linear": ({"feature_map": "hedgehog"}, {"feature_map": "hedgehog", "window": 64}),
 }
-# Exact, so that a search finds whatever is fastest; approximations that need no training; fitted to exact attention first.
+# Exact, so that a search finds whatever is fastest; approximations that need no training; fitted to exact attention
+# first.
 _EXACT = ("exact", "flash")
 _UNTRAINED = ("improved-clustered", "clustered", "local", "longformer", "bigbird", "sinks", "block", "performer")
 _FITTED = ("linear",)
@@ -241,14 +242,14 @@ def of_task(base: Checkpoint, processor: Any, task: Task, stage: SearchStage, se
         if units < len(examples):
             long += f" in {units} groups by {task.groups.by}, which stay together"
         raise ApproxError(
-            f"{task.name} has {len(examples)} examples{long}; that leaves {len(proven)} for the proof beside {len(searched)} to "
-            "compare plans. Give more examples, or fewer to compare with --examples.",
+            f"{task.name} has {len(examples)} examples{long}; that leaves {len(proven)} for the proof beside "
+            f"{len(searched)} to compare plans. Give more examples, or fewer to compare with --examples.",
             Exit.UNAVAILABLE,
         )
     if stage.calibration is not None and len(searched) < stage.calibration:
         raise ApproxError(
-            f"{stage.calibration} examples were asked for with --calibration, but only {len(searched)} compare plans. Ask for "
-            "fewer, raise --examples, or give more data."
+            f"{stage.calibration} examples were asked for with --calibration, but only {len(searched)} compare plans. "
+            "Ask for fewer, raise --examples, or give more data."
         )
 
     def part(some: list[Example]) -> Part:
@@ -277,13 +278,14 @@ def of_text(base: Checkpoint, processor: Any, stage: SearchStage) -> Parts:
     rows = [begin + tokens[start : start + body] + end for start in range(0, len(tokens) - body + 1, body)]
     if len(tokens) < _FEWEST_TOKENS:
         raise ApproxError(
-            f"The text has {len(tokens)} tokens, fewer than the {_FEWEST_TOKENS} that a search needs. Give a longer one with --text.",
+            f"The text has {len(tokens)} tokens, fewer than the {_FEWEST_TOKENS} that a search needs. Give a longer "
+            "one with --text.",
             Exit.UNAVAILABLE,
         )
     if tokens.count(processor.unk_token_id) > len(tokens) / 2:
         raise ApproxError(
-            f"The tokenizer of {base.source.name} does not know most words of the text. Give one in its language with --text, or a "
-            "task with --task.",
+            f"The tokenizer of {base.source.name} does not know most words of the text. Give one in its language with "
+            "--text, or a task with --task.",
             Exit.UNAVAILABLE,
         )
     rows = rows[: 2 * stage.examples]
@@ -368,8 +370,9 @@ def divergence(given: Any, due: Any, mask: Tensor | None, *, several: bool = Fal
         several: Whether the outputs are over labels that do not exclude each other.
 
     Returns:
-        [B]: for outputs over classes or tokens KL(base ‖ model) in nats, averaged over the tokens of an example and added
-        over heads; for several labels that of each, added up; for a single number the squared difference; for hidden states the relative error.
+        [B]: for outputs over classes or tokens KL(base ‖ model) in nats, averaged over the tokens of an example and
+        added over heads; for several labels that of each, added up; for a single number the squared difference; for
+        hidden states the relative error.
     """
     total: Any = 0.0
     for name, target in _compared(due).items():
@@ -392,8 +395,8 @@ def divergence(given: Any, due: Any, mask: Tensor | None, *, several: bool = Fal
 def surrogate(due: Any, mask: Tensor | None, generator: torch.Generator, *, several: bool = False) -> Tensor:
     """A scalar whose squared gradient is, in expectation, the curvature of the divergence (the Fisher information).
 
-    For outputs over classes it is the loss of a label that is drawn from the model's own prediction: the labels of the data
-    have almost no gradient once a model has learned them. For hidden states it is a random projection.
+    For outputs over classes it is the loss of a label that is drawn from the model's own prediction: the labels of the
+    data have almost no gradient once a model has learned them. For hidden states it is a random projection.
 
     Args:
         due: Outputs of the base, with gradients.
@@ -695,12 +698,14 @@ def load(path: Path, about: str) -> Damages:
             raise ValueError("its damages are not those that were measured")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ApproxError(
-            f"{path} holds no sensitivities of a search: {' '.join(str(error).split())[:200]}. Leave it out, and they are measured.",
+            f"{path} holds no sensitivities of a search: {' '.join(str(error).split())[:200]}. Leave it out, and they "
+            "are measured.",
             Exit.UNAVAILABLE,
         ) from None
     if known != about:
         raise ApproxError(
-            f"{path} was measured for another model, other candidates or other examples. Leave it out, and they are measured.",
+            f"{path} was measured for another model, other candidates or other examples. Leave it out, and they are "
+            "measured.",
             Exit.REFUSED,
         )
     return found
@@ -836,8 +841,8 @@ def front(times: Floats, damages: Floats) -> Front:
         damages: Its damage, [sites, candidates], at least 0.
 
     Returns:
-        The front. It is exact as long as there are at most 20,000 partial plans; beyond that, plans whose times differ by
-        less than 0.001 % of the range are one.
+        The front. It is exact as long as there are at most 20,000 partial plans; beyond that, plans whose times differ
+        by less than 0.001 % of the range are one.
 
     Raises:
         ValueError: if the shapes differ, or a site has no candidate.
@@ -878,8 +883,8 @@ def _undominated(times: Floats, damages: Floats, range_: float) -> NDArray[np.in
 class Exchange:
     """How many points of the task's metric a nat of divergence costs.
 
-    The divergence of a plan is measured far more precisely than its score, and the two rise together, so the loss is estimated
-    from both: the measured one weighted by its error, the exchanged one by half its own size.
+    The divergence of a plan is measured far more precisely than its score, and the two rise together, so the loss is
+    estimated from both: the measured one weighted by its error, the exchanged one by half its own size.
     """
 
     rate: float
@@ -915,8 +920,8 @@ class Costs:
         exact: With the fastest exact attention.
         unchanged: Of the base as it is.
         ceiling: Without attention.
-        saved: What a candidate adds at each site, [sites, candidates], mostly negative; infinite where it cannot be used.
-            The last candidate is to change nothing.
+        saved: What a candidate adds at each site, [sites, candidates], mostly negative; infinite where it cannot be
+            used. The last candidate is to change nothing.
         crowded: Whether other programs took part of the machine.
     """
 
@@ -955,10 +960,18 @@ def measure_costs(
         key: value for key, value in environment(torch.get_num_threads()).items() if key not in ("approx", "git_commit")
     }
     about = fingerprint(
-        identity(base), [(label, one.rule.to_dict(), one.heads) for label, (one, _) in timed.items()],
-        stage.length, stage.batch, stage.task, stage.data, stage.settings, stage.split,
-        computed_by(base.model.device), machine, seed,
-    )  # fmt: skip
+        identity(base),
+        [(label, one.rule.to_dict(), one.heads) for label, (one, _) in timed.items()],
+        stage.length,
+        stage.batch,
+        stage.task,
+        stage.data,
+        stage.settings,
+        stage.split,
+        computed_by(base.model.device),
+        machine,
+        seed,
+    )
     kept = cache_folder() / "search" / f"{about}.json"
     medians = _kept(kept, timed)
     if medians is None:
@@ -984,9 +997,12 @@ def race(models: Mapping[str, Any], stage: SearchStage, *, seed: int, rounds: in
     if stage.task is not None:
         texts = EvaluateStage(task=stage.task, data=stage.data, settings=stage.settings, split=stage.split, limit=64)
     grid = BenchStage(
-        lengths=[stage.length], batches=[stage.batch], rounds=rounds, seconds=_SECONDS,
+        lengths=[stage.length],
+        batches=[stage.batch],
+        rounds=rounds,
+        seconds=_SECONDS,
         inputs="synthetic" if texts is None else "real",
-    )  # fmt: skip
+    )
     return measure_speed(models, grid, texts, seed=seed, progress=progress)[0]
 
 
@@ -1007,8 +1023,8 @@ def _medians(
     row = race(models, stage, seed=seed, rounds=_ROUNDS, progress=progress)
     if row.base.median_ms is None or row.ceiling is None or row.ceiling.median_ms is None:
         raise ApproxError(
-            f"Exact attention ran out of memory at {stage.length} tokens, so there is nothing to compare with. Search at a shorter "
-            "--length or a smaller --batch-size.",
+            f"Exact attention ran out of memory at {stage.length} tokens, so there is nothing to compare with. Search "
+            "at a shorter --length or a smaller --batch-size.",
             Exit.MISSING,
         )
     medians: dict[str, Any] = {BASE: row.base.median_ms, "ceiling": row.ceiling.median_ms, "crowded": row.crowded}

@@ -62,19 +62,22 @@ class SearchStage(Model):
         speed: Speed-up over the fastest exact attention to reach, e.g. 1.5x.
         latency: Time of one forward pass to reach instead, e.g. 20ms.
         task: A task that measures the loss, e.g. glue/sst2. `approx tasks` lists them.
-        data: The task's files in their official layout, a table (.csv, .tsv, .jsonl, .json, .parquet), or hub:OWNER/NAME.
-            Default: the hub, or the task's generator.
+        data: The task's files in their official layout, a table (.csv, .tsv, .jsonl, .json, .parquet), or
+            hub:OWNER/NAME. Default: the hub, or the task's generator.
         settings: Settings of the task; `approx tasks NAME` lists them.
         split: Split to use. Default: the task's default.
         limit: Use only the first examples, this many.
-        min_length: Use only examples of at least this many tokens, so that quality and speed are compared at like lengths.
+        min_length: Use only examples of at least this many tokens, so that quality and speed are compared at like
+            lengths.
         truncate: Truncate inputs that are too long.
         text: A file of plain text, in place of a task. Default: built-in English.
         batch: Inputs of the timed forward pass.
         mechanisms: Mechanisms to choose from, e.g. local,improved-clustered. Default: those that need no training.
         candidates: A YAML list of mechanisms with settings to choose from instead, without layers or heads.
-        granularity: One mechanism for each layer, or also layers that keep exact attention in the heads that need it most.
-        heal: First fit mechanisms with parameters, such as linear, to exact attention, as finetune --recover transfer does.
+        granularity: One mechanism for each layer, or also layers that keep exact attention in the heads that need it
+            most.
+        heal: First fit mechanisms with parameters, such as linear, to exact attention, as finetune --recover transfer
+            does.
         calibration: Examples that weigh the errors of layers. Default: 64, or all that compare plans.
         examples: Examples that compare plans, at most half.
         proof: Other examples that prove the plan, at most.
@@ -136,7 +139,8 @@ def contradictions(stage: SearchStage) -> Iterator[str]:
     for rule in stage.candidates or ():
         if (rule.layers, rule.heads, rule.exact_below) != ("all", "all", 0):
             yield (
-                f"The candidate {rule.mechanism} names layers, heads or a length, which the search chooses itself. Leave them out."
+                f"The candidate {rule.mechanism} names layers, heads or a length, which the search chooses itself. "
+                "Leave them out."
             )
 
 

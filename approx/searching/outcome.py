@@ -100,8 +100,8 @@ class Searched:
         layers: A reason for each layer.
         proof: Of the plan; None if the search was interrupted.
         ceiling: Speed-up of the model without attention.
-        correlation: Rank correlation of predicted and measured divergence over the plans that were measured; None if there
-            were fewer than five.
+        correlation: Rank correlation of predicted and measured divergence over the plans that were measured; None if
+            there were fewer than five.
         measured: Number of plans that were measured to find it.
         seconds: Time of the search.
         quality: Scores of the plan, of the front and of uniform plans on the same examples; None for text.

@@ -30,7 +30,7 @@ from approx.evaluation.record import Quality, Speed, Tokens
 from approx.evaluation.statistics import Stake, score_interval
 from approx.finetuning.finetune import Preparation, finetune, measure_of
 from approx.finetuning.options import FinetuneStage
-from approx.finetuning.trainer import Measure, Phase, TrainingData, Transfer, own_parameters, train
+from approx.finetuning.trainer import Measure, Phase, TrainingData, Transfer, mechanism_parameters, train
 from approx.measuring.measure import Progress, identity, subject_of
 from approx.planning import positions
 from approx.planning.anatomy import Anatomy, anatomy
@@ -118,9 +118,12 @@ def prove(
         # Here the margin is the budget.
         scores = quality(judge, models, bound, seed, progress)
     row = race(
-        {BASE: judge.base, **models}, judge.stage, seed=seed, rounds=_ROUNDS,
+        {BASE: judge.base, **models},
+        judge.stage,
+        seed=seed,
+        rounds=_ROUNDS,
         progress=lambda _, done, total: progress("time the plans", done, total),
-    )  # fmt: skip
+    )
     times = {one.name: one for one in row.variants}
     proofs, divergences, verified = {}, {}, {}
     for number, (name, one) in enumerate(models.items()):
@@ -164,27 +167,40 @@ def quality(
     """
     task, read = judge.of_task(judge.proof)
     subjects = [subject_of(label, one, judge.processor) for label, one in {BASE: judge.base, **models}.items()]
-    kept = default_folder()
+    ledgers = default_folder()
     predictions = {}
     for number, one in enumerate(subjects):
         progress("prove", number, len(subjects))
-        predictions[one.name] = predict(one, task, read, device=one.model.device, kept=kept, halve=True)
+        predictions[one.name] = predict(one, task, read, device=one.model.device, ledgers=ledgers, halve=True)
     progress("prove", len(subjects), len(subjects))
     covered = {one.name: reach for one in subjects if (reach := coverage(one, task, read)) is not None}
     examples, lengths = read.split.examples, read.lengths
     metric = METRICS[task.metrics[0]]
     labels = [example.label for example in examples]
     compared = compare(
-        task, examples, lengths, predictions, seed=seed, covered=covered,
+        task,
+        examples,
+        lengths,
+        predictions,
+        seed=seed,
+        covered=covered,
         margin=metric.acceptable(margin, metric.value(predictions[BASE], labels)),
-    )  # fmt: skip
+    )
     return Quality(
-        task=task.name, split=read.split.name, examples=len(examples), subset=True, truncated=read.truncated,
-        notes=["examples that the search did not see", *label_order(task, predictions[BASE], labels, judge.base.model.config)],
+        task=task.name,
+        split=read.split.name,
+        examples=len(examples),
+        subset=True,
+        truncated=read.truncated,
+        notes=[
+            "examples that the search did not see",
+            *label_order(task, predictions[BASE], labels, judge.base.model.config),
+        ],
         settings=judge.stage.settings,
-        tokens=Tokens(median=median_low(lengths), longest=max(lengths), windows=read.windows), outputs=None,
+        tokens=Tokens(median=median_low(lengths), longest=max(lengths), windows=read.windows),
+        outputs=None,
         **vars(compared),
-    )  # fmt: skip
+    )
 
 
 def loss_in_points(entry: Quality, name: str) -> tuple[float, tuple[float, float] | None, str]:
@@ -204,13 +220,15 @@ def loss_in_points(entry: Quality, name: str) -> tuple[float, tuple[float, float
 def divergence_interval(judge: Judge, model: Any, seed: int) -> tuple[float, tuple[float, float] | None]:
     """The mean divergence on the proof, and its interval over inputs, which are rows of a text.
 
-    There is none for a single row, nor where no row changes at all: what nothing approximates says nothing of other rows.
+    There is none for a single row, nor where no row changes at all: what nothing approximates says nothing of other
+    rows.
     """
     apart = judge.divergences(model, judge.proof)
     mean = float(apart.mean())
     if not apart.any():
         return mean, None
-    # Divergences have no upper bound: rows that are not seen may be as bad as the worst one that is, or not change at all.
+    # Divergences have no upper bound: rows that are not seen may be as bad as the worst one that is, or not change at
+    # all.
     stake = Stake(mean, float(apart.max()))
     return mean, score_interval(
         lambda rows: float(apart[rows].mean()), len(apart), seed=seed, stake=stake, bounds=(0.0, math.inf)
@@ -240,7 +258,7 @@ def fit(
     Raises:
         ApproxError: if the file is damaged, or its state was fitted for something else.
     """
-    fitted = {name: model for name, model in running.items() if own_parameters(model)}
+    fitted = {name: model for name, model in running.items() if mechanism_parameters(model)}
     kept = _read(file, about) if file.is_file() else {}
     for number, (name, model) in enumerate(fitted.items()):
         sites = {site.layer: model.base_model.get_submodule(site.path) for site in composer.anatomy.sites}
@@ -281,8 +299,8 @@ def _read(file: Path, about: str) -> dict[str, Tensor]:
         raise _damaged(file, error) from None
     if known != about:
         raise ApproxError(
-            f"{file} was fitted for another model, other candidates or other examples. Delete it, and the mechanisms are fitted again, or "
-            "start over with --force.",
+            f"{file} was fitted for another model, other candidates or other examples. Delete it, and the mechanisms "
+            "are fitted again, or start over with --force.",
             Exit.REFUSED,
         )
     return state
@@ -290,8 +308,8 @@ def _read(file: Path, about: str) -> dict[str, Tensor]:
 
 def _damaged(file: Path, error: Exception) -> ApproxError:
     return ApproxError(
-        f"{file} is damaged: {' '.join(str(error).split())[:200]}. Delete it, and the mechanisms are fitted again, or start over with "
-        "--force.",
+        f"{file} is damaged: {' '.join(str(error).split())[:200]}. Delete it, and the mechanisms are fitted again, or "
+        "start over with --force.",
         Exit.UNAVAILABLE,
     )
 
@@ -306,9 +324,13 @@ def _train(model: Any, judge: Judge, seed: int, advance: Callable[[int], None]) 
             text = folder / "text.txt"
             text.write_text(searched, encoding="utf-8")
             options = FinetuneStage(
-                recover=["transfer"], text=[str(text)], length=max(len(rows[0]), 8), steps=_STEPS, batch_size=_BATCH,
+                recover=["transfer"],
+                text=[str(text)],
+                length=max(len(rows[0]), 8),
+                steps=_STEPS,
+                batch_size=_BATCH,
                 seed=seed,
-            )  # fmt: skip
+            )
             finetune(
                 model,
                 judge.processor,
@@ -321,9 +343,23 @@ def _train(model: Any, judge: Judge, seed: int, advance: Callable[[int], None]) 
         data = _training_data(model, judge)
         objective = Transfer(model, joint=False, match="outputs")
         phase = Phase(
-            "transfer", objective, own_parameters(model), _STEPS, _BATCH, 1, _RATE, _RATE, None, _STEPS // 4, None, 0.0, False, False,
-            None, seed,
-        )  # fmt: skip
+            mode="transfer",
+            objective=objective,
+            trained=mechanism_parameters(model),
+            steps=_STEPS,
+            batch_size=_BATCH,
+            accumulate=1,
+            learning_rate=_RATE,
+            mechanism_learning_rate=_RATE,
+            seconds=math.inf,
+            evaluate_every=_STEPS // 4,
+            patience=None,
+            penalty=0.0,
+            recompute=False,
+            bfloat16=False,
+            report_to=None,
+            seed=seed,
+        )
         sample = {name: value.to(model.device) for name, value in data.batch([0], 0).items()}
         measure = measure_of(phase, Preparation(data, [phase], set(), Measure("loss", True, None), sample), model)
         train(
@@ -355,7 +391,8 @@ def _training_data(model: Any, judge: Judge) -> TrainingData:
 
 Floats = NDArray[np.float64]
 
-# A prediction is uncertain by its own size and a share of the mean one; sums over sites miss this share of what is measured.
+# A prediction is uncertain by its own size and a share of the mean one; sums over sites miss this share of what is
+# measured.
 _UNCERTAIN, _FLOOR, _MISSED = 1.0, 0.3, 0.1
 # Places of the first plans along the front.
 _ANCHORS = (0.0, 0.25, 0.5, 0.75)
@@ -641,11 +678,12 @@ class Trials:
         """Why each layer of a plan has its choice."""
         space, choices = self.space, self.choices(plan)
         return reasons(
-            [one.name for one in choices], [one.heads for one in choices],
+            [one.name for one in choices],
+            [one.heads for one in choices],
             [-float(space.times[site, column]) for site, column in enumerate(plan)],
             [float(space.damages[site, column]) for site, column in enumerate(plan)],
             [self._refused(site, space.damage(plan)) for site in range(len(plan))],
-        )  # fmt: skip
+        )
 
     def correlation(self) -> float | None:
         """Rank correlation of predicted and measured divergence; None for fewer than five plans."""
@@ -693,8 +731,8 @@ class Trials:
             raise self._damaged(first_mistake(error)) from None
         if kept.about != self._about:
             raise ApproxError(
-                f"{self._file.parent} holds a search of another model, other candidates or other examples. Choose another output, "
-                "or start over with --force.",
+                f"{self._file.parent} holds a search of another model, other candidates or other examples. Choose "
+                "another output, or start over with --force.",
                 Exit.REFUSED,
             )
         if kept.sha256 not in (None, fingerprint(kept.plans)):
@@ -709,7 +747,8 @@ class Trials:
 
     def _damaged(self, reason: str) -> ApproxError:
         return ApproxError(
-            f"{self._file} is damaged: {reason}. Delete it, and its plans are measured again, or start over with --force.",
+            f"{self._file} is damaged: {reason}. Delete it, and its plans are measured again, or start over with "
+            "--force.",
             Exit.UNAVAILABLE,
         )
 
@@ -753,9 +792,14 @@ class Search:
         self.judge = Judge(base, stage, seed)
         self.composer = Composer(base, self.facts)
         self.about = fingerprint(
-            identity(base), [(one.name, one.rule.to_dict()) for one in self.candidates], stage.task, stage.settings,
-            self.judge.examples_sha256, stage.heal, seed,
-        )  # fmt: skip
+            identity(base),
+            [(one.name, one.rule.to_dict()) for one in self.candidates],
+            stage.task,
+            stage.settings,
+            self.judge.examples_sha256,
+            stage.heal,
+            seed,
+        )
         self.trials = Trials(self.judge, self.composer, self.candidates, folder / MEASURED, self.about, progress)
         self.known: cost.Damages | None = None
         if resume:
@@ -776,9 +820,12 @@ class Search:
             ApproxError: if nothing could be as fast as asked (exit code 7).
         """
         costs = cost.measure_costs(
-            self.composer, self.candidates, self.stage, seed=self.seed,
+            self.composer,
+            self.candidates,
+            self.stage,
+            seed=self.seed,
             progress=lambda _, done, total: self.progress("time the candidates", done, total),
-        )  # fmt: skip
+        )
         longest = self._longest(costs)
         self.trials.costs = costs
         self.trials.space = space = Space(costs.saved, self.damages())
@@ -802,13 +849,22 @@ class Search:
             running = {one.name: self.composer.make(self.composer.everywhere(one)).model for one in whole}
         if self.stage.heal:
             fit(
-                self.composer, self.judge, running, self.folder / FITTED, self.about, self.seed,
+                self.composer,
+                self.judge,
+                running,
+                self.folder / FITTED,
+                self.about,
+                self.seed,
                 lambda done, total: self.progress("fit the mechanisms", done, total),
-            )  # fmt: skip
+            )
         found = self.known or cost.measure_damage(
-            self.judge.base.model, self.facts, running, self.judge.calibration.batches, self.seed,
+            self.judge.base.model,
+            self.facts,
+            running,
+            self.judge.calibration.batches,
+            self.seed,
             lambda done, total: self.progress("measure the sensitivities", done, total),
-        )  # fmt: skip
+        )
         cost.save(kept, self.about, found)
         table = np.full((len(self.facts.sites), len(self.candidates) + 1), np.inf)
         table[:, -1] = 0.0
@@ -828,8 +884,8 @@ class Search:
             wanted, asked = read_latency(self.stage.latency), f"a latency of {self.stage.latency}"
             if wanted >= costs.exact:
                 raise ApproxError(
-                    f"Exact attention takes {costs.exact:.3g} ms at {self.stage.length} tokens, within {self.stage.latency} already. Ask for "
-                    "less, or keep it.",
+                    f"Exact attention takes {costs.exact:.3g} ms at {self.stage.length} tokens, within "
+                    f"{self.stage.latency} already. Ask for less, or keep it.",
                     Exit.REFUSED,
                 )
         else:
@@ -841,8 +897,9 @@ class Search:
         ):
             if wanted < reached:
                 raise ApproxError(
-                    f"Infeasible: {asked} at {self.stage.length} tokens was asked for, but {what} is {costs.speed(reached):.2f}× "
-                    f"({reached:.3g} ms; exact attention takes {costs.exact:.3g} ms). Ask for less, or for longer inputs.",
+                    f"Infeasible: {asked} at {self.stage.length} tokens was asked for, but {what} is "
+                    f"{costs.speed(reached):.2f}× ({reached:.3g} ms; exact attention takes {costs.exact:.3g} ms). Ask "
+                    "for less, or for longer inputs.",
                     Exit.THRESHOLD,
                 )
         return max(wanted * (1 - _RESERVE), fastest) - costs.unchanged
@@ -972,8 +1029,8 @@ def facts_of(base: Checkpoint, stage: SearchStage) -> Anatomy:
     limit = positions.limit(base.model.config)
     if limit is not None and stage.length > limit:
         raise ApproxError(
-            f"Length {stage.length} is too long: {base.source.name} takes {limit} positions. Use a shorter --length, or extend the "
-            "checkpoint first."
+            f"Length {stage.length} is too long: {base.source.name} takes {limit} positions. Use a shorter --length, "
+            "or extend the checkpoint first."
         )
     return anatomy(base.model.config, type(base.model))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import killable
-from approx.checkpoints.atomic_folder import held
+from approx.checkpoints.atomic_folder import locked_output
 from approx.conversion.verify import verify
 from approx.errors import ApproxError, Exit
 from approx.evaluation import record
@@ -79,23 +79,26 @@ def test_an_output_that_another_process_writes_is_refused_and_left_alone(name, b
     typed = words(name, base, converted, data, tmp_path)
     place = {"evaluate": "out.json", "finetune": "out.training"}.get(name, "out")
     before = {path.name for path in tmp_path.iterdir()}
-    with held(tmp_path / place):
+    with locked_output(tmp_path / place):
         answer = call(*typed)
     assert (answer.code, "Another process is writing" in answer.err) == (Exit.REFUSED, True), answer
     assert {path.name for path in tmp_path.iterdir()} == before
 
 
 def test_what_is_held_is_free_again_after_the_context_and_after_a_kill(tmp_path):
-    with held(tmp_path / "new" / "out"):
-        with pytest.raises(ApproxError, match="Another process is writing") as caught, held(tmp_path / "new" / "out"):
+    with locked_output(tmp_path / "new" / "out"):
+        with (
+            pytest.raises(ApproxError, match="Another process is writing") as caught,
+            locked_output(tmp_path / "new" / "out"),
+        ):
             pass
         assert caught.value.exit_code == Exit.REFUSED
-        with held(tmp_path / "new" / "other"):
+        with locked_output(tmp_path / "new" / "other"):
             pass
     assert list(tmp_path.iterdir()) == []
     # A killed process leaves its lock.
     (tmp_path / ".out.lock").write_text("lock of approx\n")
-    with held(tmp_path / "out"):
+    with locked_output(tmp_path / "out"):
         pass
     assert list(tmp_path.iterdir()) == []
 

@@ -123,7 +123,7 @@ def test_fsdp_is_refused_before_anything_is_read(tmp_path, monkeypatch, more):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     answer = call("finetune", tmp_path / "absent", "--task", "glue/sst2", *more)
     assert (answer.code, answer.err.count("error: ")) == (3, 1), answer.err
-    for words in ("FSDP was asked for", "DDP", "torchrun --nproc-per-node 3 --no-python approx finetune"):
+    for words in ("FSDP is requested", "DDP", "torchrun --nproc-per-node 3 --no-python approx finetune"):
         assert words in answer.err
     assert not any(tmp_path.iterdir())
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "false")
@@ -140,7 +140,7 @@ def test_accelerate_launch_asks_for_fsdp_by_the_variable_that_is_refused(study, 
         env=environment, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode != 0
-    assert "FSDP was asked for" in done.stderr, done.stderr[-3000:]
+    assert "FSDP is requested" in done.stderr, done.stderr[-3000:]
     assert "--nproc-per-node 2 " in done.stderr
     assert not any(tmp_path.iterdir())
 

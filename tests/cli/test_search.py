@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from approx.checkpoints.atomic_folder import held
+from approx.checkpoints.atomic_folder import locked_output
 from approx.errors import Exit
 from approx.evaluation import record
 from approx.planning.plan import Plan
@@ -113,7 +113,7 @@ def test_what_found_nothing_does_not_leave_the_plan_of_an_earlier_search(tmp_pat
 
 
 def test_two_searches_do_not_write_one_output(tmp_path):
-    with held(tmp_path / "plan-search"):
+    with locked_output(tmp_path / "plan-search"):
         answer = call("search", *NEEDLE, "--budget", "loss<=5", "-o", tmp_path / "plan.yaml")
     assert (answer.code, "Another process is writing" in answer.err) == (Exit.REFUSED, True)
     assert not (tmp_path / "plan-search").exists()

@@ -60,13 +60,13 @@ def test_a_bench_has_a_row_for_every_batch_and_length():
     assert {(entry.name, entry.batch) for entry in crossover(results)} == {("variant", 1), ("variant", 2)}
 
 
-def test_what_each_contender_ran_in_is_asked_once_and_not_while_it_is_timed():
-    asked, calls = [], []
+def test_records_implementations_once_and_outside_timing():
+    calls_by_round, calls = [], []
 
     def chosen_in(call) -> dict[str, str]:
         before = len(calls)
         call()
-        asked.append(calls[before:])
+        calls_by_round.append(calls[before:])
         return {"attention": calls[-1]}
 
     def run(name: str):
@@ -77,8 +77,8 @@ def test_what_each_contender_ran_in_is_asked_once_and_not_while_it_is_timed():
     assert row.base.chosen == {"attention": "exact"}
     assert row.variants[0].chosen == {"attention": "variant"}
     # If another back end is the base, the default is timed too.
-    assert asked[:2] == [["exact"], ["variant"]]
-    assert calls[-len(asked) :] == [name for names in asked for name in names]
+    assert calls_by_round[:2] == [["exact"], ["variant"]]
+    assert calls[-len(calls_by_round) :] == [name for names in calls_by_round for name in names]
     assert run_bench(contenders, lengths=[16], batches=[1])[0].base.chosen is None
 
 
@@ -108,7 +108,7 @@ def test_out_of_memory_is_a_data_point(error: Exception):
     assert results[1].base.status == "ok"
 
 
-def test_exact_out_of_memory_leaves_the_variant_its_times_and_the_crossover():
+def test_times_the_variant_where_exact_runs_out_of_memory():
     def exact(q: torch.Tensor) -> torch.Tensor:
         if q.shape[2] > 16:
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -125,7 +125,7 @@ def test_exact_out_of_memory_leaves_the_variant_its_times_and_the_crossover():
     assert crossover(results)[0].length == 32
 
 
-def test_running_out_in_the_middle_of_the_rounds_drops_only_that_contender():
+def test_drops_only_the_contender_that_runs_out_of_memory_between_rounds():
     calls = 0
 
     def tiring(q: torch.Tensor) -> torch.Tensor:
@@ -142,7 +142,7 @@ def test_running_out_in_the_middle_of_the_rounds_drops_only_that_contender():
     assert results[0].ceiling is None
 
 
-def test_a_faster_exact_way_becomes_the_base_and_the_default_is_timed_beside_it():
+def test_faster_exact_implementation_becomes_the_base_and_the_default_is_still_timed():
     contenders = [
         Contender("exact", lambda q: [attend(q) for _ in range(50)], "base"),
         Contender("another way", lambda q: q, "exact"),
@@ -205,12 +205,17 @@ def test_what_cannot_be_timed_is_refused(contenders: list[Contender], settings: 
 
 def test_other_devices_are_refused():
     with pytest.raises(ApproxError, match="cpu or cuda") as caught:
-        bench([Contender("a", attend, "base")], BenchStage(lengths=[1]), make_inputs=make_inputs, device="meta",
-              dtype="float32")  # fmt: skip
+        bench(
+            [Contender("a", attend, "base")],
+            BenchStage(lengths=[1]),
+            make_inputs=make_inputs,
+            device="meta",
+            dtype="float32",
+        )
     assert caught.value.exit_code == Exit.UNSUPPORTED
 
 
-def test_the_ratio_is_of_the_rounds_both_can_be_believed_in():
+def test_ratio_uses_rounds_where_both_are_undisturbed():
     base, other = torch.tensor([2.0, 2.0, 2.0, 80.0]).numpy(), torch.ones(4).numpy()
     good = torch.tensor([True, True, True, False]).numpy()
     assert _paired(base, other, good, 0) == Ratio(ratio=2.0, interval=[2.0, 2.0])

@@ -1,6 +1,6 @@
 """Calibration of the comparison, by simulation: equal models are rarely called different, planted losses are found.
 
-`bench/calibration.py` has the simulated models, and simulates more of them than are asked here.
+`bench/calibration.py` has the simulated models, and simulates more of them than these tests.
 """
 
 import math
@@ -96,21 +96,21 @@ def test_a_planted_loss_of_a_point_is_found_with_the_power_that_is_stated(world,
 
 
 def test_what_an_inconclusive_pilot_asks_for_settles_pilots_of_that_size():
-    # If the true loss is the measured one: more similar examples are resampled from the pilot's own.
+    # If the true loss is the measured one: more similar examples are resampled from the pilot.
     generator, rates = np.random.default_rng(5), []
     while len(rates) < 60:
         base, converted, _ = right(generator, 400, 0.06)
-        judged, asked = verdict(compare_correct(base, converted).interval, 0.01, 400)
-        if judged != "inconclusive" or asked is None or asked > 20_000:
+        judged, needed = verdict(compare_correct(base, converted).interval, 0.01, 400)
+        if judged != "inconclusive" or needed is None or needed > 20_000:
             continue
-        drawn = [generator.integers(400, size=asked) for _ in range(20)]
-        again = [verdict(compare_correct(base[rows], converted[rows]).interval, 0.01, asked)[0] for rows in drawn]
+        drawn = [generator.integers(400, size=needed) for _ in range(20)]
+        again = [verdict(compare_correct(base[rows], converted[rows]).interval, 0.01, needed)[0] for rows in drawn]
         rates.append(np.mean([word != "inconclusive" for word in again]))
     assert np.mean(rates) == pytest.approx(statistics.POWER, abs=0.05)
 
 
 @pytest.mark.parametrize("metric", RARE)
-def test_a_rare_large_loss_does_not_pass_for_none(metric):
+def test_detects_rare_large_loss(metric):
     """One example in fifty is wholly lost; of sixty examples, 30 % of samples show nothing of it."""
     world = World(metric, struck(metric, RARE[metric]), STRUCK)
     assert missed(world, LOST, MARGIN, 100, 40) <= 0.05
@@ -118,7 +118,7 @@ def test_a_rare_large_loss_does_not_pass_for_none(metric):
     assert missed(world, 3 / STRUCK, None, 100, 40) <= 0.05
 
 
-def test_a_speaker_who_is_wholly_lost_does_not_pass_unseen():
+def test_detects_loss_of_a_whole_speaker():
     """Losses that cluster by speaker: one speaker in twenty, of whom ten are heard."""
     generator, passed = np.random.default_rng(0), 0
     for seed in range(60):

@@ -88,12 +88,12 @@ def test_an_example_is_approximated_if_any_window_of_it_is(tmp_path):
     assert covered.tokens == sum(n for n in windows if n >= 8) / sum(windows)
 
 
-def test_nothing_is_said_of_a_model_that_is_not_converted(data):
+def test_unconverted_model_has_no_coverage(data):
     stock = Subject("stock", tiny_model(2), tiny_tokenizer())
     assert coverage(stock, SST2, prepare([stock], SST2, SST2.load(data), batch_size=4)) is None
 
 
-def test_the_record_has_the_count_also_where_the_outputs_were_kept(data, tmp_path, monkeypatch):
+def test_record_counts_coverage_with_stored_outputs(data, tmp_path, monkeypatch):
     base = tiny_model(2)
     # Of random weights no loss could show.
     monkeypatch.setattr(METRICS["accuracy"], "chance", lambda labels: None)
@@ -108,7 +108,7 @@ def test_the_record_has_the_count_also_where_the_outputs_were_kept(data, tmp_pat
             SST2,
             EvaluateOptions(margin=100),
             data=data,
-            kept=tmp_path / "kept",
+            ledgers=tmp_path / "ledgers",
             outputs=tmp_path / "o.parquet",
         )
         for _ in range(2)
@@ -126,7 +126,7 @@ def test_the_record_has_the_count_also_where_the_outputs_were_kept(data, tmp_pat
     assert "approximated/exact" not in outputs
 
 
-def test_the_base_has_no_verdict_and_a_stock_variant_keeps_its_own():
+def test_base_has_no_coverage_and_unconverted_variant_keeps_its_verdict():
     labels = [0, 1] * 200
     examples = [Example(str(row), {}, label) for row, label in enumerate(labels)]
     predictions = {"exact": labels, "stock": labels, "converted": labels}
@@ -153,7 +153,7 @@ def test_a_tenth_of_the_inputs_must_be_approximated(approximated: int | None, ex
     assert verdict((-0.001, 0.001), 0.005, 1000, approximated) == (expected, None)
 
 
-def test_what_was_not_tested_needs_no_more_examples_and_what_was_lost_stays_lost():
+def test_untested_verdict_needs_no_examples_and_a_loss_stays_a_loss():
     assert verdict((-0.02, 0.02), 0.005, 1000)[0] == "inconclusive"
     assert verdict((-0.02, 0.02), 0.005, 1000, 10) == ("not tested: exact on 99 % of these inputs", None)
     assert verdict((-0.004, -0.001), 0.005, 1000, 10)[0] == "not tested: exact on 99 % of these inputs"
@@ -161,7 +161,7 @@ def test_what_was_not_tested_needs_no_more_examples_and_what_was_lost_stays_lost
     assert verdict((-0.2, -0.1), 0.005, 1000, 10) == ("loss beyond margin", None)
 
 
-def test_pairs_are_averaged_over_inputs_and_are_none_where_attention_is_exact(data):
+def test_averages_pairs_over_inputs_and_counts_no_pairs_where_attention_is_exact(data):
     one = dataclasses.replace(subject(8), approximated_pairs=lambda n, widest: (n - 4) / n)
     covered = known(coverage(one, SST2, prepare([one], SST2, SST2.load(data), batch_size=3)))
     shares = [(words - 2) / (words + 2) if words + 2 >= 8 else 0.0 for words in WORDS]
@@ -169,17 +169,17 @@ def test_pairs_are_averaged_over_inputs_and_are_none_where_attention_is_exact(da
     assert covered.counted.pairs == covered.pairs
 
 
-def test_of_many_lengths_some_are_counted_and_the_others_lie_between(data):
-    asked = []
+def test_interpolates_pairs_between_counted_lengths(data):
+    lengths_counted = []
 
     def share(length: int, widest: int) -> float:
-        asked.append(length)
+        lengths_counted.append(length)
         return 1 - 100 / length
 
     one = dataclasses.replace(subject(8), approximated_pairs=share)
     sizes = [(length, 2000) for length in range(100, 2000)]
     found = mean_pairs(one, share, sizes)
-    assert len(asked) <= 32
+    assert len(lengths_counted) <= 32
     assert found == pytest.approx(sum(1 - 100 / length for length, _ in sizes) / len(sizes), abs=0.01)
 
 

@@ -57,7 +57,7 @@ def refused(message: str, exit_code: Exit, call: Callable[[], object]) -> None:
     assert caught.value.exit_code == exit_code
 
 
-def test_an_entry_says_all_that_the_record_wants(data, tmp_path, monkeypatch):
+def test_entry_fills_every_field_of_the_record(data, tmp_path, monkeypatch):
     # Of random weights no loss could show.
     monkeypatch.setattr(METRICS["accuracy"], "chance", lambda labels: None)
     base, seen = tiny_model(2), []
@@ -198,9 +198,15 @@ def test_inputs_longer_than_the_positions_are_refused_or_cut_and_counted(data):
 
 def test_robertas_positions_start_behind_the_padding_token():
     config = transformers.RobertaConfig(
-        vocab_size=len(WORDS), hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
-        max_position_embeddings=18, pad_token_id=0, type_vocab_size=2,
-    )  # fmt: skip
+        vocab_size=len(WORDS),
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=18,
+        pad_token_id=0,
+        type_vocab_size=2,
+    )
     model = transformers.RobertaForSequenceClassification(config).eval()
     subject = Subject("exact", model, tiny_tokenizer())
 
@@ -232,7 +238,7 @@ def test_a_task_that_reads_in_windows_makes_them_no_longer_than_the_models_posit
     assert prepared.truncated == 0
 
 
-def test_without_a_batch_size_a_batch_holds_as_much_as_is_short(data):
+def test_default_batch_size_follows_the_number_of_tokens(data):
     split = SST2.load(data)
     models = list(subjects(tiny_model(2)).values())
     assert [len(batch) for batch in prepare(models, SST2, split, batch_size=None).batches] == [60]
@@ -262,8 +268,11 @@ def test_two_tokenizers_are_not_compared(data):
 
 
 def test_what_does_not_fit_the_task_is_refused_by_name(data):
-    refused("^exact: glue/mnli has 3 outputs", Exit.UNSUPPORTED, lambda: evaluate(
-        subjects(tiny_model(2)), open_task("glue/mnli"), data=data))  # fmt: skip
+    refused(
+        "^exact: glue/mnli has 3 outputs",
+        Exit.UNSUPPORTED,
+        lambda: evaluate(subjects(tiny_model(2)), open_task("glue/mnli"), data=data),
+    )
     without = {"exact": Subject("exact", tiny_model(2), None)}
     refused("exact has no tokenizer", Exit.UNAVAILABLE, lambda: evaluate(without, SST2, data=data))
 

@@ -17,8 +17,8 @@ MEGABYTE = 1_000_000
 class Ring:
     """An object that only the garbage collector frees."""
 
-    def __init__(self, held: torch.Tensor) -> None:
-        self.held, self.itself = held, self
+    def __init__(self, content: torch.Tensor) -> None:
+        self.content, self.itself = content, self
 
 
 def test_garbage_that_is_collected_during_the_call_does_not_lower_its_peak():
@@ -32,7 +32,7 @@ def test_garbage_that_is_collected_during_the_call_does_not_lower_its_peak():
     assert peak_mb(call, CPU) == pytest.approx(1.0, rel=0.01)
 
 
-def test_the_peak_is_the_most_that_is_held_at_a_time():
+def test_peak_is_the_largest_amount_allocated_at_once():
     def call() -> None:
         for _ in range(3):
             torch.zeros(MEGABYTE, dtype=torch.uint8)
@@ -55,28 +55,28 @@ def test_the_peak_is_the_most_that_is_held_at_a_time():
         (ValueError("out of memory"), False),
     ],
 )
-def test_an_error_says_whether_memory_ended(error, expected):
+def test_recognises_errors_of_exhausted_memory(error, expected):
     assert is_out_of_memory(error) is expected
 
 
 @pytest.mark.skipif(not psutil.LINUX, reason="Linux alone hands out memory that it does not have")
-def test_a_limit_that_the_user_set_is_neither_raised_nor_forgotten():
+def test_keeps_and_restores_the_users_memory_limit():
     resource = pytest.importorskip("resource")
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     lines = Path("/proc/self/status").read_text().splitlines()
-    held = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))
+    current = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))
     available = timing.available_bytes(torch.device("cpu"))
     with memory_limit(CPU):
         inside, _ = resource.getrlimit(resource.RLIMIT_DATA)
-        assert inside == pytest.approx(held + available, rel=0.1)
-    for asked in (held + available // 2, held + 10 * available):
-        resource.setrlimit(resource.RLIMIT_DATA, (asked, hard))
+        assert inside == pytest.approx(current + available, rel=0.1)
+    for limit in (current + available // 2, current + 10 * available):
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
         try:
             with memory_limit(CPU):
                 inside, _ = resource.getrlimit(resource.RLIMIT_DATA)
-            assert inside <= asked
-            assert inside == pytest.approx(min(asked, held + available), rel=0.1)
-            assert resource.getrlimit(resource.RLIMIT_DATA) == (asked, hard)
+            assert inside <= limit
+            assert inside == pytest.approx(min(limit, current + available), rel=0.1)
+            assert resource.getrlimit(resource.RLIMIT_DATA) == (limit, hard)
         finally:
             resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 

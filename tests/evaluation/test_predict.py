@@ -45,7 +45,7 @@ def test_a_batch_for_which_memory_does_not_suffice_is_halved_until_it_fits():
     assert caught.value.exit_code == Exit.MISSING
 
 
-def test_seeds_are_scored_one_by_one_beside_the_models_own():
+def test_scores_further_seeds_one_by_one():
     raised = []
 
     @contextmanager

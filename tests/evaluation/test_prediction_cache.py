@@ -24,14 +24,14 @@ import json, os, signal, sys
 from pathlib import Path
 sys.path[:0] = [str(Path(sys.argv[1]).parent), sys.argv[1]]
 from test_prediction_cache import evaluated
-_, _, data, kept, out, limit = sys.argv
+_, _, data, ledgers, out, limit = sys.argv
 seen = []
 def progress(done, total):
     seen.append(done)
     if len(seen) == int(limit):
         os.kill(os.getpid(), signal.SIGKILL)
 rank = os.environ.get("RANK", "")
-for way, place in (("plain", None), ("kept", Path(kept))) if rank else (("kept", Path(kept)),):
+for way, place in (("plain", None), ("ledgers", Path(ledgers))) if rank else (("ledgers", Path(ledgers)),):
     Path(out + way + rank).write_text(json.dumps(evaluated(Path(data), place, progress).to_data()))
 """
 
@@ -48,43 +48,45 @@ def models():
     return [tiny_model(2), tiny_model(2)]
 
 
-def evaluated(data, kept, progress=None, *, batch_size=4, identities=("a", "b"), counted=None, changed=None):
+def evaluated(data, ledgers, progress=None, *, batch_size=4, identities=("a", "b"), counted=None, changed=None):
     subjects = {}
     for name, model, identity in zip(("exact", "other"), changed or models(), identities, strict=True):
         if counted is not None:
             model.register_forward_hook(lambda *_: counted.append(1))
         subjects[name] = Subject(name, model, tiny_tokenizer(), identity)
     task = open_task("glue/sst2")
-    return evaluate(subjects, task, EvaluateOptions(batch_size=batch_size), data=data, kept=kept, progress=progress)
+    return evaluate(
+        subjects, task, EvaluateOptions(batch_size=batch_size), data=data, ledgers=ledgers, progress=progress
+    )
 
 
 def test_nothing_is_computed_twice(data, tmp_path):
     plain, first, second = [], [], []
     alone = evaluated(data, None, counted=plain)
-    kept = tmp_path / "kept"
-    assert evaluated(data, kept, counted=first) == alone
-    assert evaluated(data, kept, counted=second) == alone
+    ledgers = tmp_path / "ledgers"
+    assert evaluated(data, ledgers, counted=first) == alone
+    assert evaluated(data, ledgers, counted=second) == alone
     assert (len(plain), len(first), len(second)) == (20, 20, 0)
 
 
-def test_what_outputs_depend_on_finds_another_ledger(data, tmp_path):
-    kept, counted = tmp_path / "kept", []
-    evaluated(data, kept)
-    evaluated(data, kept, counted=counted, identities=("a", "changed weights"))
+def test_changed_inputs_use_another_ledger(data, tmp_path):
+    ledgers, counted = tmp_path / "ledgers", []
+    evaluated(data, ledgers)
+    evaluated(data, ledgers, counted=counted, identities=("a", "changed weights"))
     assert len(counted) == 10
-    evaluated(data, kept, counted=counted, batch_size=5)
+    evaluated(data, ledgers, counted=counted, batch_size=5)
     assert len(counted) == 26
     text = (data / "dev.tsv").read_text()
     (data / "dev.tsv").write_text(text.replace("very", "not", 1))
-    evaluated(data, kept, counted=counted)
+    evaluated(data, ledgers, counted=counted)
     assert len(counted) == 46
     # A label is not an input: the score changes, the outputs do not.
     (data / "dev.tsv").write_text(text.replace("\t1", "\t0", 1))
-    evaluated(data, kept, counted=counted)
+    evaluated(data, ledgers, counted=counted)
     assert len(counted) == 46
 
 
-def test_another_kind_of_device_finds_another_ledger(data, tmp_path):
+def test_another_device_uses_another_ledger(data, tmp_path):
     """Tensors on the device `meta` have no values, so this fake model predicts the same for every input."""
     task, calls = open_task("glue/sst2"), []
 
@@ -100,19 +102,19 @@ def test_another_kind_of_device_finds_another_ledger(data, tmp_path):
     subject = Subject("constant", Constant(), tiny_tokenizer(), "a")
     prepared = prepare([Subject("a", tiny_model(2), tiny_tokenizer())], task, task.load(data), batch_size=37)
     for device in ("cpu", "cpu:0", "meta", "meta"):
-        assert predict(subject, task, prepared, device=device, kept=tmp_path / "kept") == [1] * 37
+        assert predict(subject, task, prepared, device=device, ledgers=tmp_path / "ledgers") == [1] * 37
     assert calls == ["cpu", "meta"]
 
 
-def test_models_without_identity_keep_nothing(data, tmp_path):
+def test_stores_no_outputs_of_models_without_identity(data, tmp_path):
     counted = []
     for _ in range(2):
-        evaluated(data, tmp_path / "kept", counted=counted, identities=(None, None))
+        evaluated(data, tmp_path / "ledgers", counted=counted, identities=(None, None))
     assert len(counted) == 40
-    assert not (tmp_path / "kept").exists()
+    assert not (tmp_path / "ledgers").exists()
 
 
-def test_a_torn_line_is_a_batch_not_finished(tmp_path):
+def test_recomputes_batch_of_a_torn_line(tmp_path):
     ledger = Ledger(tmp_path, "abc")
     ledger.write(0, [1.5])
     (path,) = tmp_path.rglob("*.jsonl")
@@ -122,8 +124,11 @@ def test_a_torn_line_is_a_batch_not_finished(tmp_path):
     assert ledger.write(2, []) == []
     assert ledger.read() == {0: [1.5], 1: [2.25], 2: []}
     assert [line.rpartition(",")[0] for line in path.read_text().splitlines()] == [
-        "[0, [1.5]", "[1", "[1, [2.25]", "[2, []]"[:-1],
-    ]  # fmt: skip
+        "[0, [1.5]",
+        "[1",
+        "[1, [2.25]",
+        "[2, []]"[:-1],
+    ]
 
 
 DAMAGES = {
@@ -139,7 +144,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_line_is_a_batch_not_finished(damage, tmp_path):
+def test_recomputes_batch_of_a_damaged_line(damage, tmp_path):
     ledger = Ledger(tmp_path, "abc")
     ledger.write(3, [0.5])
     (path,) = tmp_path.rglob("*.jsonl")
@@ -151,7 +156,7 @@ def test_a_damaged_line_is_a_batch_not_finished(damage, tmp_path):
     assert ledger.read() == {3: [0.5]}
 
 
-def test_a_line_of_an_earlier_version_is_a_batch_not_finished(tmp_path):
+def test_recomputes_batch_of_an_earlier_versions_line(tmp_path):
     ledger = Ledger(tmp_path, "abc")
     ledger.write(3, [0.5])
     (path,) = tmp_path.rglob("*.jsonl")
@@ -160,21 +165,21 @@ def test_a_line_of_an_earlier_version_is_a_batch_not_finished(tmp_path):
 
 
 def test_numbers_come_back_as_they_were(tmp_path):
-    said = [{"loss": 0.1 + 0.2, "spans": [[1 / 3, 4, 5]]}]
-    assert Ledger(tmp_path, "abc").write(0, said) == said == Ledger(tmp_path, "abc").read()[0]
+    predictions = [{"loss": 0.1 + 0.2, "spans": [[1 / 3, 4, 5]]}]
+    assert Ledger(tmp_path, "abc").write(0, predictions) == predictions == Ledger(tmp_path, "abc").read()[0]
 
 
-def test_where_outputs_cannot_be_stored_the_evaluation_goes_on_and_says_so_once(tmp_path, caplog):
+def test_continues_with_one_warning_where_outputs_cannot_be_stored(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     ledger = Ledger(tmp_path / "file", "abc")
     assert [ledger.write(batch, [0.5]) for batch in range(3)] == [[0.5]] * 3
-    (said,) = caplog.messages
-    assert "Not a directory" in said
-    assert "set $APPROX_CACHE to a writable folder" in said
+    (message,) = caplog.messages
+    assert "Not a directory" in message
+    assert "set $APPROX_CACHE to a writable folder" in message
     assert ledger.read() == {}
 
 
-def test_fingerprints_tell_arrays_and_order_apart():
+def test_fingerprints_differ_by_array_and_order():
     first, second = torch.arange(3).numpy(), torch.arange(1, 4).numpy()
     assert fingerprint({"a": 1, "b": 2}) == fingerprint({"b": 2, "a": 1})
     assert len({fingerprint(first), fingerprint(second), fingerprint("a", "b"), fingerprint("b", "a")}) == 4
@@ -193,8 +198,8 @@ def test_the_folder_follows_the_environment(monkeypatch, tmp_path):
     assert default_folder() == tmp_path / "approx" / "outputs"
 
 
-def run(command, data, kept, out, limit=0):
-    arguments = [str(HERE), str(data), str(kept), str(out), str(limit)]
+def run(command, data, ledgers, out, limit=0):
+    arguments = [str(HERE), str(data), str(ledgers), str(out), str(limit)]
     script = data / "script.py"
     script.write_text(SCRIPT)
     path = os.pathsep.join(path for path in sys.path if path)
@@ -211,29 +216,29 @@ def run(command, data, kept, out, limit=0):
 
 @pytest.mark.slow
 def test_a_killed_evaluation_goes_on_and_ends_the_same(data, tmp_path):
-    kept, out, counted = tmp_path / "kept", tmp_path / "out.json", []
-    killed = run([sys.executable], data, kept, out, limit=13)
+    ledgers, out, counted = tmp_path / "ledgers", tmp_path / "out.json", []
+    killed = run([sys.executable], data, ledgers, out, limit=13)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert not list(tmp_path.glob("out.json*"))
-    resumed = evaluated(data, kept, counted=counted)
+    resumed = evaluated(data, ledgers, counted=counted)
     # Twelve or thirteen of twenty batches are stored: at most one is lost.
     assert len(counted) in (7, 8)
     assert resumed == evaluated(data, None)
 
 
 @pytest.mark.slow
-def test_two_processes_say_what_one_says(data, tmp_path):
-    out, kept = tmp_path / "out-", tmp_path / "kept"
+def test_two_processes_give_the_same_result_as_one(data, tmp_path):
+    out, ledgers = tmp_path / "out-", tmp_path / "ledgers"
     done = run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"], data, kept, out
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"], data, ledgers, out
     )
     assert done.returncode == 0, done.stderr[-2000:]
     # Ten batches per model are five for each process; with one stored, nine are divided unevenly.
     alone = json.dumps(evaluated(data, None).to_data())
-    for said in ("plain0", "plain1", "kept0", "kept1"):
-        assert Path(f"{out}{said}").read_text() == alone
-    for path in kept.rglob("*.1.jsonl"):
+    for suffix in ("plain0", "plain1", "ledgers0", "ledgers1"):
+        assert Path(f"{out}{suffix}").read_text() == alone
+    for path in ledgers.rglob("*.1.jsonl"):
         path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
     counted = []
-    evaluated(data, kept, counted=counted)
+    evaluated(data, ledgers, counted=counted)
     assert len(counted) == 2

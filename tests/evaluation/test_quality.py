@@ -62,17 +62,17 @@ def test_the_seed_of_an_evaluation_decides_its_resampling_and_nothing_else(tmp_p
 
 
 @pytest.mark.parametrize("name", ["glue/mrpc", "lm", "librispeech/dev-clean"])
-def test_equal_predictions_prove_nothing_for_certain(name):
+def test_equal_predictions_leave_an_interval_above_zero(name):
     """Thirty examples without a change cannot exclude that one in ten is lost, whatever the metric."""
-    said: list[Any] = [0, 1, 1] * 10
+    predicted: list[Any] = [0, 1, 1] * 10
     labels: list[Any] = [row % 2 for row in range(30)]
     if name == "lm":
-        said = [{"loss": 2.0 + row % 3, "count": 4, "places": {"1": [2.0 + row % 3, 4]}} for row in range(30)]
+        predicted = [{"loss": 2.0 + row % 3, "count": 4, "places": {"1": [2.0 + row % 3, 4]}} for row in range(30)]
         labels = [20] * 30
     elif name.startswith("librispeech"):
-        said, labels = ["A B C D E X"] * 30, ["A B C D E F"] * 30
+        predicted, labels = ["A B C D E X"] * 30, ["A B C D E F"] * 30
     examples = [Example(str(row), {}, label) for row, label in enumerate(labels)]
-    entry = compare(open_task(name), examples, [20] * 30, {"a": said, "b": said}, margin=0.01, seed=0)
+    entry = compare(open_task(name), examples, [20] * 30, {"a": predicted, "b": predicted}, margin=0.01, seed=0)
     low, high = known(entry.variants[0].interval)
     assert low < -0.05 or high > 0.05
     assert entry.variants[0].difference == 0.0

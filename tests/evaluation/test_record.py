@@ -16,15 +16,39 @@ from typed import part_of, record_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = {
-    "schema": 1, "title": "A small run", "notice": None, "command": "approx run", "seed": 0, "recipe": None,
-    "checkpoint": {"name": "tiny", "revision": None, "weights_sha256": "0" * 64, "family": "bert",
-                   "parameters": 10, "layers": 2, "positions": 32},
+    "schema": 1,
+    "title": "A small run",
+    "notice": None,
+    "command": "approx run",
+    "seed": 0,
+    "recipe": None,
+    "checkpoint": {
+        "name": "tiny",
+        "revision": None,
+        "weights_sha256": "0" * 64,
+        "family": "bert",
+        "parameters": 10,
+        "layers": 2,
+        "positions": 32,
+    },
     "variants": [{"name": "linear", "layers": [], "verified": True, "receipt": None}],
-    "quality": [{"task": "glue/sst2", "split": "dev", "metric": "accuracy", "examples": 1, "subset": True,
-                 "truncated": 0, "base": {"scores": {"accuracy": 1.0}, "interval": [0.2, 1.0]}, "variants": [],
-                 "outputs": None}],
-    "speed": [], "crossover": [], "environment": {},
-}  # fmt: skip
+    "quality": [
+        {
+            "task": "glue/sst2",
+            "split": "dev",
+            "metric": "accuracy",
+            "examples": 1,
+            "subset": True,
+            "truncated": 0,
+            "base": {"scores": {"accuracy": 1.0}, "interval": [0.2, 1.0]},
+            "variants": [],
+            "outputs": None,
+        }
+    ],
+    "speed": [],
+    "crossover": [],
+    "environment": {},
+}
 
 MADE = record_of(RECORD)
 SCORED = {**RECORD["quality"][0], "base": {"scores": {"accuracy": "high"}, "interval": [0.2, 1.0]}}
@@ -111,7 +135,7 @@ def test_a_missing_record_is_named(tmp_path):
         {"quality": [part_of(Quality).model_copy(update={"split": 1})]},
     ],
 )
-def test_a_record_that_nobody_could_read_is_not_written(change, tmp_path):
+def test_refuses_to_write_unreadable_record(change, tmp_path):
     with pytest.raises(ApproxError) as caught:
         records.save(tmp_path / "record.json", MADE.model_copy(update=change))
     assert caught.value.exit_code == Exit.INTERNAL
@@ -134,7 +158,7 @@ def test_an_old_record_survives_a_full_disk(call, tmp_path, monkeypatch):
     assert [file.name for file in tmp_path.iterdir()] == ["record.json"]
 
 
-def test_two_who_write_the_same_record_leave_one_of_them_whole(tmp_path, monkeypatch):
+def test_concurrent_writers_leave_one_whole_record(tmp_path, monkeypatch):
     path, sync, others = tmp_path / "record.json", os.fsync, ["Another"]
 
     def meanwhile(descriptor):
@@ -149,7 +173,7 @@ def test_two_who_write_the_same_record_leave_one_of_them_whole(tmp_path, monkeyp
     assert [file.name for file in tmp_path.iterdir()] == ["record.json"]
 
 
-def test_a_place_that_is_no_folder_is_named(tmp_path):
+def test_names_output_path_that_is_not_a_folder(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ApproxError, match="cannot be written"):
         records.save(tmp_path / "file" / "record.json", MADE)
@@ -173,7 +197,7 @@ def test_the_environment_names_what_a_measurement_depends_on():
     json.dumps(environment)
 
 
-def test_a_commit_of_somebody_elses_repository_is_not_ours(tmp_path):
+def test_ignores_commit_of_a_surrounding_repository(tmp_path):
     """Simulate approx installed into an environment inside a repository."""
     package = tmp_path / "site-packages" / "approx"
     source = Path(records.__file__).parent.parent

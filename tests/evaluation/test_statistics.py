@@ -39,7 +39,7 @@ def test_the_p_value_is_the_exact_binomial_of_the_discordant_examples(lost, won)
 
 
 @pytest.mark.parametrize(("lost", "won"), [(20, 10), (1, 0), (0, 3), (300, 5)])
-def test_the_interval_of_a_difference_of_accuracies_holds_two(lost, won):
+def test_interval_of_accuracy_difference_joins_two_intervals(lost, won):
     """That of Bonett and Price 2012, and Wald's joined with the rule of three."""
     interval = compare_correct(*flags(400, lost, won, 872 - 400 - lost - won)).interval
     difference, half = (won - lost) / 872, 1.959964 * math.sqrt(((lost + won) / 872 - ((won - lost) / 872) ** 2) / 872)
@@ -134,7 +134,7 @@ def test_few_groups_have_the_interval_of_their_means():
     assert comparison.p_value == pytest.approx(exact.pvalue, abs=0.003)
 
 
-def test_what_no_example_shows_may_strike_a_group_at_once():
+def test_unseen_losses_may_affect_a_whole_group():
     """With groups, the rule of three counts examples as their design effect allows, and never fewer than the groups."""
     groups = np.repeat(np.arange(10), 20)
 
@@ -335,9 +335,9 @@ def test_the_fewest_examples_settle_a_margin_and_one_less_does_not(margin):
 def test_fewer_examples_are_needed_where_only_rare_losses_are_in_doubt():
     """What no example shows shrinks with the number of examples, and noise with its square root."""
     made = compare_correct([True] * 60, [True] * 60)
-    judged, asked = verdict(made.interval, 0.005, 60, rare=made.rare)
+    judged, needed = verdict(made.interval, 0.005, 60, rare=made.rare)
     assert judged == "inconclusive"
-    assert asked is not None
-    again = compare_correct([True] * asked, [True] * asked)
-    assert verdict(again.interval, 0.005, asked, rare=again.rare)[0] == "no loss"
-    assert 700 < asked < 800
+    assert needed is not None
+    again = compare_correct([True] * needed, [True] * needed)
+    assert verdict(again.interval, 0.005, needed, rare=again.rare)[0] == "no loss"
+    assert 700 < needed < 800

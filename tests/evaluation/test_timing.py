@@ -129,11 +129,11 @@ def test_warm_up_that_never_agrees_ends_with_its_time(monkeypatch: pytest.Monkey
 
 
 def test_neighbours_watch_the_whole_machine(monkeypatch: pytest.MonkeyPatch):
-    # Ten seconds of wall clock: this process uses 10 core-seconds, the others as given.
+    # Ten seconds of wall clock: this process uses 10 core-seconds, the others use `others`.
     for others, crowded in ((0.0, False), (10.0 * (psutil.cpu_count() or 1), True)):
         neighbours = Neighbours()
-        wall, busy, own = neighbours._begun
-        monkeypatch.setattr(Neighbours, "_now", lambda _, t=(wall + 10, busy + 10 + others, own + 10): t)
+        wall, busy, mine = neighbours._begun
+        monkeypatch.setattr(Neighbours, "_now", lambda _, t=(wall + 10, busy + 10 + others, mine + 10): t)
         assert neighbours.crowded() is crowded
         monkeypatch.undo()
 

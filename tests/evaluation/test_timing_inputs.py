@@ -26,9 +26,11 @@ def bounded() -> Iterator[None]:
     if not status.exists():
         yield
         return
-    held = next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith("VmData:"))
+    current = next(
+        int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith("VmData:")
+    )
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (held + 2**30, hard))
+    resource.setrlimit(resource.RLIMIT_DATA, (current + 2**30, hard))
     yield
     resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
@@ -61,7 +63,7 @@ def test_rows_begin_and_end_as_the_tokenizer_has_it():
     assert made(2, 3, plain) == [CONTENT[:3], CONTENT[3:]]
 
 
-def test_a_token_that_is_the_only_one_of_its_row_stands_at_the_beginning_alone():
+def test_single_special_token_comes_first():
     class Marked(Glue):
         def encode(self, example: Example, processor: object, max_length: int | None = None) -> list[Encoding]:
             return [{"input_ids": [CLS]}, {"input_ids": [4, 5]}]

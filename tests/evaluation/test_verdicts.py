@@ -1,4 +1,4 @@
-"""What is said of measured times: shares of the ceiling, verdicts, and the lengths from which a variant is faster."""
+"""Judging measured times: shares of the ceiling, verdicts, and the lengths from which a variant is faster."""
 
 import pytest
 

@@ -69,9 +69,16 @@ def test_reads_the_state_of_an_earlier_version(tmp_path):
 
 
 OUTCOME = {
-    "mode": "task", "steps": 4, "best_step": 2, "parameters": 8, "tokens": 9, "seconds": 1.5, "measure": "accuracy",
-    "curve": [{"step": 2.0, "loss": 0.5}], "ended": "steps",
-}  # fmt: skip
+    "mode": "task",
+    "steps": 4,
+    "best_step": 2,
+    "parameters": 8,
+    "tokens": 9,
+    "seconds": 1.5,
+    "measure": "accuracy",
+    "curve": [{"step": 2.0, "loss": 0.5}],
+    "ended": "steps",
+}
 OUTCOMES = [
     *(b"", b"null", b"[]", b"{}", b"\xff", b'{"mode": 3}', b"[" * 100_000, json.dumps(OUTCOME).encode()[:-20]),
     *(json.dumps(OUTCOME | {name: [None]}).encode() for name in OUTCOME),
@@ -93,9 +100,17 @@ def test_rejects_a_damaged_outcome_of_a_mode(text, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", [None, b"", b"{}", save({"weight": torch.zeros(2, 2)}), save({"weight": torch.zeros(3, 2), "bias": torch.zeros(3)})[:-4],
-                save({"other": torch.zeros(1)})], ids=lambda content: repr(content and content[-10:]),
-)  # fmt: skip
+    "content",
+    [
+        None,
+        b"",
+        b"{}",
+        save({"weight": torch.zeros(2, 2)}),
+        save({"weight": torch.zeros(3, 2), "bias": torch.zeros(3)})[:-4],
+        save({"other": torch.zeros(1)}),
+    ],
+    ids=lambda content: repr(content and content[-10:]),
+)
 def test_rejects_damaged_weights_of_a_mode(content, tmp_path):
     (tmp_path / "finished.json").write_text(json.dumps(OUTCOME))
     if content is not None:
@@ -167,7 +182,7 @@ def test_goes_on_from_the_checkpoint_of_an_earlier_version(interrupted, tmp_path
     data, folder = interrupted
     shutil.copytree(folder, tmp_path / "work")
     file = tmp_path / "work" / "0-task" / "checkpoint-3" / "complete.json"
-    kept = json.loads(file.read_text())
-    del kept["files"]
-    file.write_text(json.dumps(kept | {"more": 1}))
+    state = json.loads(file.read_text())
+    del state["files"]
+    file.write_text(json.dumps(state | {"more": 1}))
     assert trained(model_of(), tmp_path / "work", options_of(data, steps=4), resume=True).steps == 4

@@ -51,7 +51,7 @@ def test_a_tenth_is_held_out_at_most_and_never_trained_on(sst2):
     assert data_of(FinetuneStage(task="glue/sst2", data=sst2, seed=1)).sha256 != made.sha256
 
 
-def test_a_batch_has_its_targets_only_where_they_are_wanted(sst2):
+def test_batch_has_targets_only_where_a_mode_reads_labels(sst2):
     options = FinetuneStage(task="glue/sst2", data=sst2)
     batch = data_of(options).batch([0, 1, 2], 0)
     assert set(batch) >= {"input_ids", "attention_mask", "labels"}
@@ -71,7 +71,7 @@ def test_the_split_that_scores_are_reported_on_is_refused(sst2):
         data_of(FinetuneStage(task="needle", settings={"length": 128}, split="dev"))
 
 
-def test_short_inputs_are_left_out_where_asked(sst2):
+def test_min_length_leaves_out_short_inputs(sst2):
     every, longer = (data_of(FinetuneStage(task="glue/sst2", data=sst2, min_length=least)) for least in (None, 7))
     lengths = [longer.tokens(row) for row in range(len(longer.rows))]
     assert min(lengths) >= 7 > min(every.tokens(row) for row in range(len(every.rows)))
@@ -82,15 +82,15 @@ def test_short_inputs_are_left_out_where_asked(sst2):
     assert caught.value.exit_code == Exit.UNAVAILABLE
 
 
-def test_an_input_of_exactly_the_least_length_is_kept(sst2):
+def test_min_length_keeps_an_input_of_exactly_that_length(sst2):
     every = data_of(FinetuneStage(task="glue/sst2", data=sst2))
     longest = max(every.tokens(row) for row in range(len(every.rows)))
-    kept = data_of(FinetuneStage(task="glue/sst2", data=sst2, min_length=longest))
-    assert {kept.tokens(row) for row in range(len(kept.rows))} == {longest}
-    assert kept.split.name == "train"
+    data = data_of(FinetuneStage(task="glue/sst2", data=sst2, min_length=longest))
+    assert {data.tokens(row) for row in range(len(data.rows))} == {longest}
+    assert data.split.name == "train"
 
 
-def test_a_length_up_to_the_positions_of_the_model_is_taken(sst2):
+def test_accepts_lengths_up_to_the_positions_of_the_model(sst2):
     assert data_of(FinetuneStage(task="glue/sst2", data=sst2, length=32)).limit == 32
     assert data_of(FinetuneStage(task="glue/sst2", data=sst2)).limit == 32
     short = data_of(FinetuneStage(task="glue/sst2", data=sst2, length=8))
@@ -125,8 +125,8 @@ def test_an_example_without_inputs_is_too_short_for_any_length():
         name="lm", tokens=len, encode=lambda example, processor, limit: example.inputs["windows"]
     )
     examples = [Example(str(row), {"windows": windows}, None) for row, windows in enumerate(([], ["ab", "c"]))]
-    kept = _long_enough(task, Split("train", examples, False), None, None, 1).examples
-    assert [example.id for example in kept] == ["1"]
+    chosen = _long_enough(task, Split("train", examples, False), None, None, 1).examples
+    assert [example.id for example in chosen] == ["1"]
 
 
 def test_the_names_of_a_head_order_its_labels(sst2):
@@ -152,7 +152,7 @@ def test_a_model_of_another_kind_is_refused_before_its_head_fails(sst2):
         ({"task": "glue/sst2", "length": 64}, "takes 32 positions"),
     ],
 )
-def test_what_cannot_be_read_is_refused(sst2, options, message):
+def test_refuses_unreadable_data(sst2, options, message):
     with pytest.raises(ApproxError, match=message):
         data_of(FinetuneStage(**options, data=sst2))
 
@@ -167,7 +167,7 @@ def test_every_pass_sees_every_input_once_in_another_order(sst2):
         rows = [row for row, of in taken if of == passed]
         assert sorted(rows) == list(range(36))
     assert [row for row, of in taken if of == 0] != [row for row, of in taken if of == 1]
-    # Any place can be asked for first, as a process does that goes on in the middle.
+    # A resumed process reads from the middle first.
     assert Schedule(made, 6, 3 * passes, seed=0)[70] == taken[70]
     assert [Schedule(made, 6, passes, seed=1)[place] for place in range(36)] != taken[:36]
 
@@ -235,7 +235,7 @@ def test_text_is_predicted_and_hides_other_words_in_every_pass(tmp_path):
     assert second["input_ids"][0][hidden].tolist() == [tokenizer.mask_token_id] * int(hidden.sum())
 
 
-def test_inputs_of_later_passes_are_as_short_as_asked_for(tmp_path):
+def test_batches_of_later_passes_keep_the_length(tmp_path):
     from zoo import tiny
 
     file = tmp_path / "corpus.txt"
@@ -316,24 +316,27 @@ def test_examples_of_one_group_cannot_be_held_out(tmp_path):
 def test_groups_stay_whole_and_the_seed_chooses_those_held_out(tmp_path):
     rows = [f'{{"text": "film {row}", "label": {row % 2}, "group": "{row % 20}"}}' for row in range(60)]
     (tmp_path / "train.jsonl").write_text("\n".join(rows))
-    held = []
+    held_out = []
     for seed, count in ((0, 4), (0, 4), (1, 4), (0, 6), (0, 500)):
         options = FinetuneStage(
-            task="text-classification", data=str(tmp_path / "train.jsonl"), settings={"labels": "0,1"}, seed=seed,
+            task="text-classification",
+            data=str(tmp_path / "train.jsonl"),
+            settings={"labels": "0,1"},
+            seed=seed,
             validation=count,
-        )  # fmt: skip
+        )
         made = data_of(options, tiny_model(2, ["0", "1"]))
         groups = [{example.group for example in split.examples} for split in (made.held_out, made.split)]
         assert (len(groups[0]), len(groups[1])) == (2, 18)
         assert not groups[0] & groups[1]
         assert (len(made.held_out.examples), len(made.split.examples)) == (6, 54)
-        held.append([example.id for example in made.held_out.examples])
-    assert held[0] == held[1] == held[3] == held[4]
-    assert held[0] != held[2]
+        held_out.append([example.id for example in made.held_out.examples])
+    assert held_out[0] == held_out[1] == held_out[3] == held_out[4]
+    assert held_out[0] != held_out[2]
 
 
 def test_an_input_keeps_the_target_of_its_own_window(tmp_path):
-    """Two questions to a context that takes several windows: each row's answer is read back from its own tokens."""
+    """Two questions to a context that takes several windows: each row's answer is read back from that row's tokens."""
     from zoo import tiny
 
     words = ["the", "film", "is", "not", "very", "good"] * 10
@@ -392,8 +395,9 @@ def test_texts_are_read_whole_one_after_the_other_in_windows_of_the_length(langu
         whole = [e for e in (*made.split.examples, *made.held_out.examples) if e.inputs["text"].startswith("the")]
         targets = sum(
             int((made.batch([row], 0)["labels"][:, 1:] != -100).sum())
-            for row, (number, _) in enumerate(made.rows) if made.split.examples[number] in whole
-        )  # fmt: skip
+            for row, (number, _) in enumerate(made.rows)
+            if made.split.examples[number] in whole
+        )
         assert targets == 399
 
 

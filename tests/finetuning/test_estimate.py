@@ -15,7 +15,7 @@ from tiny_training import model_of, options_of, write_sst2
 
 
 @pytest.mark.parametrize("recover", [["transfer"], ["task"], ["lora", "task"]])
-def test_a_trial_step_tells_time_and_memory_and_leaves_the_model_alone(recover, tmp_path, monkeypatch):
+def test_estimate_measures_time_and_memory_and_does_not_change_the_model(recover, tmp_path, monkeypatch):
     if "lora" in recover:
         pytest.importorskip("peft")
     model = model_of()
@@ -33,13 +33,13 @@ def test_a_trial_step_tells_time_and_memory_and_leaves_the_model_alone(recover, 
     limited = replace(prepared.phases[0], seconds=20.0)
     assert estimate(model, limited, prepared, stage)["seconds"] == 20.0
     assert found["parameters"] == sum(one.numel() for one in model.parameters())
-    own = sum(one.numel() for name, one in model.named_parameters() if ".mechanism." in name)
+    of_mechanisms = sum(one.numel() for name, one in model.named_parameters() if ".mechanism." in name)
     if recover == ["task"]:
         assert found["trained"] == found["parameters"]
     elif recover == ["transfer"]:
-        assert found["trained"] == own
+        assert found["trained"] == of_mechanisms
     else:
-        assert own < found["trained"] < found["parameters"]
+        assert of_mechanisms < found["trained"] < found["parameters"]
     # The peak of a step, the weights, and the two averages that an optimiser keeps of each trained number.
     weights = sum(one.numel() * 4 for one in model.parameters())
     if "lora" not in recover:

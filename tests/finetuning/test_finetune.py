@@ -1,4 +1,4 @@
-"""Training from beginning to end, in memory: it learns, keeps the best, stops when it should, and resumes to the bit."""
+"""Training in memory, from beginning to end: it learns, keeps the best step, stops, and resumes to the bit."""
 
 import copy
 import json
@@ -22,12 +22,14 @@ from tiny_classifier import tiny_tokenizer
 from tiny_training import ROWS, model_of, options_of, trained
 
 
-def test_it_learns_a_task_and_says_what_it_did(sst2, tmp_path):
-    model, told = model_of(), []
+def test_learns_a_task_and_reports_the_training(sst2, tmp_path):
+    model, reported = model_of(), []
     done = trained(
-        model, tmp_path / "work", options_of(sst2, recover=["transfer", "task"], steps=40),
-        progress=lambda what, n, total: told.append((what, n, total)),
-    )  # fmt: skip
+        model,
+        tmp_path / "work",
+        options_of(sst2, recover=["transfer", "task"], steps=40),
+        progress=lambda what, n, total: reported.append((what, n, total)),
+    )
     assert [phase.mode for phase in done.phases] == ["transfer", "task"]
     assert done.measure == "accuracy"
     assert done.after == 1.0
@@ -43,15 +45,19 @@ def test_it_learns_a_task_and_says_what_it_did(sst2, tmp_path):
     assert task.parameters == sum(p.numel() for p in model.parameters())
     assert task.tokens == 40 * 8 * 6
     assert (task.steps, task.ended) == (40, "steps")
-    assert any(what.startswith("task | loss") and "tokens/s" in what and "left" in what for what, _, _ in told)
-    assert list(dict.fromkeys((what.partition(" | ")[0], total) for what, _, total in told)) == [
-        ("read the data", 1), ("score before training", 1), ("transfer", 40), ("task", 40), ("score after training", 1),
-    ]  # fmt: skip
-    assert {n for what, n, _ in told if " | " not in what} == {0}
+    assert any(what.startswith("task | loss") and "tokens/s" in what and "left" in what for what, _, _ in reported)
+    assert list(dict.fromkeys((what.partition(" | ")[0], total) for what, _, total in reported)) == [
+        ("read the data", 1),
+        ("score before training", 1),
+        ("transfer", 40),
+        ("task", 40),
+        ("score after training", 1),
+    ]
+    assert {n for what, n, _ in reported if " | " not in what} == {0}
     assert all(p.requires_grad for p in model.parameters())
     assert not model.training
     assert (done.examples, done.held_out, done.steps, done.recover) == (72, 8, 80, ["transfer", "task"])
-    # Of a finished mode its weights are kept, for a resumption, and no checkpoint.
+    # A finished mode leaves its weights, for a resumption, but no checkpoint.
     assert len(list((tmp_path / "work").glob("*/finished.safetensors"))) == 2
     assert not list((tmp_path / "work").glob("*/checkpoint-*"))
     assert None not in done.options.values()
@@ -142,7 +148,7 @@ def test_a_budget_that_is_met_ends_training_or_refuses_it(sst2, tmp_path):
     assert not (tmp_path / "met").exists()
 
 
-def test_a_loss_that_is_no_number_ends_it_in_one_line_and_keeps_the_last_state(sst2, tmp_path):
+def test_nan_loss_ends_training_with_one_line_and_keeps_the_last_state(sst2, tmp_path):
     model = model_of()
 
     def spoil(what: str, n: int, total: int) -> None:
@@ -193,15 +199,15 @@ def test_a_failure_leaves_the_weights_without_adapters(sst2, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("reach", "share", "said"),
+    ("reach", "share", "note"),
     [(1, 1.0, ""), (6, 0.0, "approximate on 0 % of the training inputs; .* Train on longer")],
 )
-def test_inputs_that_stay_exact_are_counted(sst2, tmp_path, reach, share, said):
+def test_inputs_that_stay_exact_are_counted(sst2, tmp_path, reach, share, note):
     model = model_of("local", left=reach, right=reach)
     done = trained(model, tmp_path / "work", options_of(sst2, steps=1))
     assert done.approximated == share
-    assert len(done.notes) == bool(said)
-    assert re.search(said, " ".join(done.notes))
+    assert len(done.notes) == bool(note)
+    assert re.search(note, " ".join(done.notes))
 
 
 def test_the_shortest_input_that_is_approximated_is_named(sst2, tmp_path):
@@ -238,7 +244,7 @@ def test_fsdp_is_refused_for_a_model_in_memory(count, sst2, tmp_path, monkeypatc
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "TRUE")
     if count is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(count))
-    with pytest.raises(ApproxError, match=f"FSDP was asked for .* --nproc-per-node {count or 1} ") as refused:
+    with pytest.raises(ApproxError, match=f"FSDP is requested .* --nproc-per-node {count or 1} ") as refused:
         trained(model_of(), tmp_path / "work", options_of(sst2))
     assert refused.value.exit_code == Exit.UNSUPPORTED
     assert not (tmp_path / "work").exists()
@@ -281,13 +287,13 @@ def test_recomputed_layers_give_the_same_weights(options, sst2, tmp_path):
 
 
 def test_outside_the_main_thread_it_trains_without_its_signals(sst2, tmp_path):
-    kept: list[Any] = []
+    done: list[Any] = []
     thread = threading.Thread(
-        target=lambda: kept.append(trained(model_of(), tmp_path / "work", options_of(sst2, steps=2)))
+        target=lambda: done.append(trained(model_of(), tmp_path / "work", options_of(sst2, steps=2)))
     )
     thread.start()
     thread.join()
-    assert kept[0].phases[0].steps == 2
+    assert done[0].phases[0].steps == 2
 
 
 @pytest.mark.parametrize("architecture", ["GPT2LMHeadModel", "LlamaForCausalLM", "BertForMaskedLM"])
@@ -337,13 +343,16 @@ def test_an_order_of_labels_that_scores_far_better_is_still_noted_after_a_resump
     assert "with the labels in another order: set --labels" in " ".join(done.notes)
 
 
-def test_options_are_told_as_plain_data(tmp_path):
+def test_reports_options_as_plain_data(tmp_path):
     rows = [f'{{"text": "film {row}", "label": {row % 2}}}' for row in range(20)]
     (tmp_path / "train.jsonl").write_text("\n".join(rows))
     options = FinetuneStage(
-        task="text-classification", data=str(tmp_path / "train.jsonl"), settings={"labels": ("negative", "positive")},
-        steps=1, batch_size=4,
-    )  # fmt: skip
+        task="text-classification",
+        data=str(tmp_path / "train.jsonl"),
+        settings={"labels": ("negative", "positive")},
+        steps=1,
+        batch_size=4,
+    )
     (tmp_path / "train.jsonl").write_text("\n".join(rows).replace(": 0", ': "negative"').replace(": 1", ': "positive"'))
     done = trained(model_of(None), tmp_path / "work", options)
     assert done.options["settings"] == {"labels": ["negative", "positive"]}
@@ -405,5 +414,5 @@ def test_a_budget_needs_a_converted_model_with_a_score(sst2, tmp_path):
     text = tmp_path / "corpus.txt"
     text.write_text("the film is not very good the film is bad dull fine long " * 60, encoding="utf-8")
     options = FinetuneStage(recover=["distill"], text=[str(text)], length=16, steps=1, budget="loss<=1")
-    with pytest.raises(ApproxError, match="this model has none on these examples"):
+    with pytest.raises(ApproxError, match="this model has no score on these examples"):
         finetune(model_of(), tiny_tokenizer(), options, folder=tmp_path / "work")

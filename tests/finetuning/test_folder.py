@@ -42,20 +42,27 @@ def options_of(study: Path, **more: Any) -> FinetuneStage:
     return FinetuneStage(task="glue/sst2", data=str(study / "SST-2"), **{**usual, **more})
 
 
-def test_a_healed_folder_is_one_like_any_other_and_says_what_was_done(study, tmp_path):
-    said: list[tuple[str, int, int]] = []
+def test_healed_folder_loads_like_any_other_and_records_its_training(study, tmp_path):
+    reported: list[tuple[str, int, int]] = []
     done = finetune_folder(
-        study / "converted", tmp_path / "healed", options_of(study, recover=["transfer", "distill", "task"], seed=5),
-        progress=lambda *words: said.append(words),
-    )  # fmt: skip
-    steps_said = [words for words in said if " | " not in words[0]]
-    assert steps_said == [
+        study / "converted",
+        tmp_path / "healed",
+        options_of(study, recover=["transfer", "distill", "task"], seed=5),
+        progress=lambda *words: reported.append(words),
+    )
+    steps_reported = [words for words in reported if " | " not in words[0]]
+    assert steps_reported == [
         (what, 0, 1)
         for what in (
-            "read the data", "score before training", "score after training", "checking padding and causality",
-            "writing", "comparing the weights", "reloading in a fresh process",
+            "read the data",
+            "score before training",
+            "score after training",
+            "checking padding and causality",
+            "writing",
+            "comparing the weights",
+            "reloading in a fresh process",
         )
-    ]  # fmt: skip
+    ]
     assert [phase["mode"] for phase in done["phases"]] == ["transfer", "distill", "task"]
     assert all(check["passed"] is not False for check in done["checks"])
     names = [check["name"] for check in done["checks"]]
@@ -127,7 +134,7 @@ def test_adapters_leave_no_trace(study, tmp_path):
     assert names == set(checkpoint.load(study / "converted").model.state_dict())
 
 
-def test_an_interrupted_training_is_kept_beside_and_resumed(study, tmp_path):
+def test_interrupted_training_is_stored_next_to_the_output_and_resumed(study, tmp_path):
     options = options_of(study, recover=["task"])
 
     def stop(what: str, n: int, total: int) -> None:
@@ -140,12 +147,16 @@ def test_an_interrupted_training_is_kept_beside_and_resumed(study, tmp_path):
     with pytest.raises(ApproxError, match="--resume"):
         finetune_folder(study / "converted", tmp_path / "healed", options)
     # What is resumed is not started over, whatever may be replaced.
-    said: list[int] = []
+    steps: list[int] = []
     finetune_folder(
-        study / "converted", tmp_path / "healed", options, resume=True, force=True,
-        progress=lambda what, n, total: said.append(n) if " | " in what else None,
-    )  # fmt: skip
-    assert said == [5, 6]
+        study / "converted",
+        tmp_path / "healed",
+        options,
+        resume=True,
+        force=True,
+        progress=lambda what, n, total: steps.append(n) if " | " in what else None,
+    )
+    assert steps == [5, 6]
     finetune_folder(study / "converted", tmp_path / "whole", options)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["healed", "whole"]
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("healed", "whole")]
@@ -190,7 +201,7 @@ def test_a_training_killed_after_its_last_step_is_resumed_to_what_it_wrote(study
     assert (tmp_path / "healed" / "model.safetensors").read_bytes() == before
 
 
-def test_a_mistake_beside_force_costs_no_unfinished_training(study, tmp_path):
+def test_refused_options_with_force_keep_the_unfinished_training(study, tmp_path):
     options = options_of(study, recover=["task"])
 
     def stop(what: str, n: int, total: int) -> None:
@@ -209,7 +220,7 @@ def test_a_mistake_beside_force_costs_no_unfinished_training(study, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["healed"]
 
 
-def test_a_full_disk_ends_it_in_one_line_and_what_was_kept_goes_on(study, tmp_path):
+def test_full_disk_ends_training_with_one_line_and_resumes_from_the_saved_state(study, tmp_path):
     options, limits = options_of(study, recover=["task"]), resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
@@ -252,18 +263,18 @@ def test_a_teacher_has_to_be_exact_of_the_same_kind_and_to_read_the_same_tokens(
         finetune_folder(tmp_path / "healed", tmp_path / "again", distill)
 
 
-def test_both_checkpoints_are_opened_as_asked(study, tmp_path, monkeypatch):
-    asked: list[Any] = []
+def test_opens_both_checkpoints_with_the_same_arguments(study, tmp_path, monkeypatch):
+    opened: list[Any] = []
     original = checkpoint.load
 
     def load(name: Any, **more: Any) -> Any:
-        asked.append((str(name), more))
+        opened.append((str(name), more))
         return original(name)
 
     monkeypatch.setattr("approx.finetuning.finetune.checkpoint.load", load)
     options, teacher = options_of(study, recover=["distill"], steps=1), str(study / "base")
-    for given in (True, False):
-        ways = {"offline": given, "merge_adapter": given, "device": "cpu" if given else "cuda"}
+    for flag in (True, False):
+        ways = {"offline": flag, "merge_adapter": flag, "device": "cpu" if flag else "cuda"}
         rehearse(study / "converted", options, teacher=teacher, revision="a1", **ways)
 
         def stop(*words: Any) -> None:
@@ -275,11 +286,11 @@ def test_both_checkpoints_are_opened_as_asked(study, tmp_path, monkeypatch):
             )
         # A revision is that of the checkpoint, not of its teacher.
         both = [(str(study / "converted"), {"revision": "a1", **ways}), (teacher, ways)]
-        assert asked == [*both, *both]
-        asked.clear()
+        assert opened == [*both, *both]
+        opened.clear()
 
 
-def test_what_is_refused_leaves_nothing_behind(study, tmp_path):
+def test_refused_training_leaves_no_files(study, tmp_path):
     for options, message in [
         (options_of(study, split="dev"), "scores are reported on"),
         (options_of(study, recover=["clm"]), "plain text"),
@@ -315,7 +326,7 @@ def test_a_checkpoint_with_code_of_others_is_refused_before_it_is_trained(study,
     assert [path.name for path in tmp_path.iterdir()] == ["own"]
 
 
-def test_folders_and_sharding_are_looked_at_before_the_checkpoint_is_opened(study, tmp_path, monkeypatch):
+def test_checks_folders_and_sharding_before_it_opens_the_checkpoint(study, tmp_path, monkeypatch):
     options, nowhere = options_of(study), tmp_path / "nowhere"
     (tmp_path / "healed").mkdir()
     (tmp_path / "healed" / "config.json").write_text("{}")
@@ -336,14 +347,14 @@ def test_folders_and_sharding_are_looked_at_before_the_checkpoint_is_opened(stud
         finetune_folder(nowhere, Path("/proc/self/out"), options)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     for train in (lambda: rehearse(nowhere, options), lambda: finetune_folder(nowhere, tmp_path / "new", options)):
-        with pytest.raises(ApproxError, match="FSDP was asked for") as caught:
+        with pytest.raises(ApproxError, match="FSDP is requested") as caught:
             train()
         assert caught.value.exit_code == Exit.UNSUPPORTED
     assert (tmp_path / "mine" / "notes.txt").read_text() == "mine"
     assert not (tmp_path / "new").exists()
 
 
-def test_checkpoints_are_kept_where_they_are_wanted_and_go_with_the_last(study, tmp_path):
+def test_writes_checkpoints_to_the_working_folder_and_removes_them_at_the_end(study, tmp_path):
     found: list[str] = []
 
     def look(what: str, n: int, total: int) -> None:

@@ -1,4 +1,4 @@
-"""What training makes small, against what it is said to be."""
+"""The objectives of training, against plain computations of them."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -17,7 +17,7 @@ from approx.finetuning.trainer import (
     Transfer,
     attention_layers,
     exactly,
-    own_parameters,
+    mechanism_parameters,
     relative_error,
     teacher_of,
 )
@@ -50,24 +50,24 @@ def inputs_of(model, length: int = 24):
 )
 def test_transfer_lowers_the_error_of_every_layer_and_trains_nothing_else(architecture, joint, match):
     model = converted(architecture, **HEDGEHOG)
-    own = own_parameters(model)
+    trained = mechanism_parameters(model)
     inputs = inputs_of(model)
     objective = Transfer(model, joint=joint, match=match)
     before = {name: x.clone() for name, x in model.state_dict().items()}
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in own)
+        parameter.requires_grad_(name in trained)
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     losses = []
     for _ in range(12):
         loss = objective.loss(model, model, inputs)
         optimizer.zero_grad()
         loss.backward()
-        assert all(p.grad is not None for name, p in model.named_parameters() if name in own)
+        assert all(p.grad is not None for name, p in model.named_parameters() if name in trained)
         optimizer.step()
         losses.append(float(loss))
     assert losses[-1] < 0.9 * losses[0]
     changed = {name for name, x in model.state_dict().items() if not torch.equal(x, before[name])}
-    assert changed == set(own)
+    assert changed == set(trained)
 
 
 def test_a_layer_that_computes_exact_attention_has_no_error():
@@ -80,13 +80,13 @@ def test_a_layer_that_computes_exact_attention_has_no_error():
 def test_layer_by_layer_each_layer_sees_what_the_base_would_feed_it():
     """Spoiling the first layer's map changes its own error and no other's; jointly it changes the later ones too."""
     model = converted("BertForSequenceClassification", **HEDGEHOG)
-    inputs, own = inputs_of(model), own_parameters(model)
-    first = [name for name in own if ".layer.0." in name]
+    inputs, trained = inputs_of(model), mechanism_parameters(model)
+    first = [name for name in trained if ".layer.0." in name]
 
     def gradients(joint: bool) -> dict[str, torch.Tensor]:
         model.zero_grad()
         Transfer(model, joint=joint, match="outputs").loss(model, model, inputs).backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters() if name in own and name not in first}
+        return {name: p.grad.clone() for name, p in model.named_parameters() if name in trained and name not in first}
 
     alone, together = gradients(False), gradients(True)
     with torch.no_grad():
@@ -164,12 +164,12 @@ def test_labels_can_be_part_of_a_distillation():
 
 
 def test_the_relative_error_leaves_out_what_does_not_count():
-    given, due = torch.tensor([[1.0, 2.0], [9.0, 9.0]]), torch.tensor([[1.0, 4.0], [0.0, 0.0]])
-    assert float(relative_error(given, due, torch.tensor([[1.0], [0.0]]))) == pytest.approx(4 / 17)
-    assert float(relative_error(given, due)) == pytest.approx((4 + 162) / 17)
+    outputs, target = torch.tensor([[1.0, 2.0], [9.0, 9.0]]), torch.tensor([[1.0, 4.0], [0.0, 0.0]])
+    assert float(relative_error(outputs, target, torch.tensor([[1.0], [0.0]]))) == pytest.approx(4 / 17)
+    assert float(relative_error(outputs, target)) == pytest.approx((4 + 162) / 17)
     # Of a target of nothing but zeros, which nothing can be relative to, an equal output has no error.
-    assert float(relative_error(due[1], due[1])) == 0.0
-    assert float(relative_error(given, due, torch.zeros(2, 1))) == 0.0
+    assert float(relative_error(target[1], target[1])) == 0.0
+    assert float(relative_error(outputs, target, torch.zeros(2, 1))) == 0.0
 
 
 def test_a_teacher_keeps_extended_positions():
@@ -192,10 +192,10 @@ def test_mechanisms_learn_jointly_on_inputs_that_they_would_leave_exact():
 
 
 class Fixed:
-    """A model that says given logits; the calls are kept."""
+    """A model with fixed logits, which records its calls."""
 
     def __init__(self, logits: torch.Tensor, **more: torch.Tensor) -> None:
-        self.said, self.calls = {"logits": logits, **more}, []
+        self.outputs, self.calls = {"logits": logits, **more}, []
         self.config = PreTrainedConfig()
 
     def eval(self):
@@ -206,34 +206,34 @@ class Fixed:
 
     def __call__(self, **inputs):
         self.calls.append(inputs)
-        return ModelOutput(self.said)
+        return ModelOutput(self.outputs)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0, 5.0])
 @pytest.mark.parametrize("shape", [(3, 4), (3, 6, 4)])
 def test_outputs_are_distilled_by_their_divergence_times_the_squared_temperature(temperature, shape):
-    own, due = torch.randn(2, *shape)
+    outputs, target = torch.randn(2, *shape)
     mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0]])
-    p, q = ((x.double() / temperature).softmax(-1) for x in (due, own))
+    p, q = ((x.double() / temperature).softmax(-1) for x in (target, outputs))
     apart = temperature**2 * (p * (p / q).log()).sum(-1)
     expected = apart.mean() if len(shape) == 2 else apart[mask.bool()].mean()
     weights = Distillation(logits=0.5, hidden=0.0, temperature=temperature)
-    loss = Distill(Fixed(due), weights).loss(Fixed(own), Fixed(own), {"attention_mask": mask})
+    loss = Distill(Fixed(target), weights).loss(Fixed(outputs), Fixed(outputs), {"attention_mask": mask})
     assert float(loss) == pytest.approx(0.5 * float(expected), rel=1e-5)
 
 
 def test_a_single_number_is_distilled_by_its_squared_error_and_two_heads_by_their_mean():
-    own, due = torch.tensor([[1.0], [4.0]]), torch.tensor([[3.0], [5.0]])
+    outputs, target = torch.tensor([[1.0], [4.0]]), torch.tensor([[3.0], [5.0]])
     plain = Distillation(hidden=0.0)
-    assert float(Distill(Fixed(due), plain).loss(Fixed(own), Fixed(own), {})) == pytest.approx(2.5)
-    two = [Fixed(x, start_logits=torch.zeros(2, 3)) for x in (due, own)]
+    assert float(Distill(Fixed(target), plain).loss(Fixed(outputs), Fixed(outputs), {})) == pytest.approx(2.5)
+    two = [Fixed(x, start_logits=torch.zeros(2, 3)) for x in (target, outputs)]
     assert float(Distill(two[0], plain).loss(two[1], two[1], {})) == pytest.approx(1.25)
 
 
 def test_targets_are_read_only_where_labels_count():
-    own, targets = torch.randn(2, 3), {"labels", "start_positions", "end_positions"}
+    outputs, targets = torch.randn(2, 3), {"labels", "start_positions", "end_positions"}
     inputs = {"input_ids": torch.ones(2, 4), **dict.fromkeys(targets, torch.tensor([0, 1]))}
-    teacher, student = Fixed(own), Fixed(own, loss=torch.tensor(0.25))
+    teacher, student = Fixed(outputs), Fixed(outputs, loss=torch.tensor(0.25))
     assert float(Distill(teacher, Distillation(hidden=0.0)).loss(student, student, inputs)) == pytest.approx(
         0.0, abs=1e-6
     )
@@ -256,16 +256,18 @@ def test_each_part_is_a_mean_over_layers_by_its_weight(part):
     if part == "hidden":
         mask = inputs["attention_mask"][:, :, None]
         with torch.no_grad():
-            own, due = (one(**inputs, output_hidden_states=True).hidden_states[1:] for one in (model, teacher))
+            outputs, target = (one(**inputs, output_hidden_states=True).hidden_states[1:] for one in (model, teacher))
     else:
         mask = inputs["attention_mask"][:, None, :, None]
-        calls: dict[str, list[Any]] = {"own": [], "due": []}
+        calls: dict[str, list[Any]] = {"model": [], "target": []}
         with torch.no_grad():
             for one, into in zip((model, teacher), calls.values(), strict=True):
                 with observe(one, into.append):
                     one(**inputs)
-        own, due = ([call.output for call in into] for into in calls.values())
-    errors = [float(((x - y) * mask).square().sum() / (y * mask).square().sum()) for x, y in zip(own, due, strict=True)]
+        outputs, target = ([call.output for call in into] for into in calls.values())
+    errors = [
+        float(((x - y) * mask).square().sum() / (y * mask).square().sum()) for x, y in zip(outputs, target, strict=True)
+    ]
     assert once == pytest.approx(sum(errors) / 3, rel=1e-4)
 
 
@@ -274,13 +276,16 @@ def test_transfer_with_projections_compares_what_mechanisms_make_of_their_own_in
     inputs = inputs_of(model)
     names = [f"{layer}.weight" for layer in attention_layers(model, inputs)["before"]]
     loss = Transfer(model, joint=False, match="outputs", projections=names).loss(model, model, inputs)
-    calls: dict[str, list[Any]] = {"due": [], "own": []}
-    with torch.no_grad(), observe(model, calls["own"].append):
+    calls: dict[str, list[Any]] = {"target": [], "model": []}
+    with torch.no_grad(), observe(model, calls["model"].append):
         model.eval()(**inputs)
-    with torch.no_grad(), exactly(model), observe(model, calls["due"].append):
+    with torch.no_grad(), exactly(model), observe(model, calls["target"].append):
         model.eval()(**inputs)
     real = inputs["attention_mask"][:, None, :, None]
-    errors = [relative_error(own.output, due.output, real) for own, due in zip(calls["own"], calls["due"], strict=True)]
+    errors = [
+        relative_error(outputs.output, target.output, real)
+        for outputs, target in zip(calls["model"], calls["target"], strict=True)
+    ]
     assert float(loss.detach()) == pytest.approx(float(torch.stack(errors).mean()), rel=1e-4)
 
 
@@ -336,10 +341,10 @@ def test_weights_are_compared_with_the_softmax_over_visible_keys(architecture):
         seen = call.mask[:, None, None].expand_as(scores).clone()
         if call.mechanism.causal:
             seen &= torch.ones_like(seen).tril()
-        due = scores.masked_fill(~seen, float("-inf")).softmax(-1).nan_to_num(0.0)
+        target = scores.masked_fill(~seen, float("-inf")).softmax(-1).nan_to_num(0.0)
         with torch.no_grad():
-            given = call.mechanism.weights(call.q, call.k, call.mask)
-        apart = (due * (due.clamp(min=1e-6).log() - given.clamp(min=1e-6).log())).sum(-1)
+            weights = call.mechanism.weights(call.q, call.k, call.mask)
+        apart = (target * (target.clamp(min=1e-6).log() - weights.clamp(min=1e-6).log())).sum(-1)
         real = call.mask[:, None].expand_as(apart)
         expected.append(float(apart[real].mean()))
     loss = float(Transfer(model, joint=False, match="weights").loss(model, model, inputs).detach())
@@ -348,12 +353,12 @@ def test_weights_are_compared_with_the_softmax_over_visible_keys(architecture):
 
 @pytest.mark.parametrize("temperature", [1.0, 3.0])
 def test_labels_that_do_not_exclude_each_other_are_distilled_one_by_one(temperature):
-    own, due = torch.randn(2, 5, 4) * 3
-    teacher = Fixed(due)
+    outputs, target = torch.randn(2, 5, 4) * 3
+    teacher = Fixed(target)
     teacher.config.problem_type = "multi_label_classification"
-    p, q = ((x.double() / temperature).sigmoid() for x in (due, own))
+    p, q = ((x.double() / temperature).sigmoid() for x in (target, outputs))
     each = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
-    loss = Distill(teacher, Distillation(hidden=0.0, temperature=temperature)).loss(Fixed(own), Fixed(own), {})
+    loss = Distill(teacher, Distillation(hidden=0.0, temperature=temperature)).loss(Fixed(outputs), Fixed(outputs), {})
     assert float(loss) == pytest.approx(float(temperature**2 * each.sum(-1).mean()), rel=1e-4)
 
 
@@ -385,9 +390,9 @@ def test_transfer_is_without_dropout_in_a_model_that_is_training(joint):
 
 def test_the_targets_of_joint_transfer_do_not_move_towards_the_outputs():
     model = converted("BertForSequenceClassification", **HEDGEHOG)
-    inputs, own = inputs_of(model), own_parameters(model)
+    inputs, trained = inputs_of(model), mechanism_parameters(model)
     Transfer(model, joint=True, match="outputs").loss(model, model, inputs).backward()
-    found = {name: model.get_parameter(name).grad.clone() for name in own}
+    found = {name: model.get_parameter(name).grad.clone() for name in trained}
     model.zero_grad()
     calls: list[Any] = []
     with observe(model, calls.append):
@@ -397,10 +402,10 @@ def test_the_targets_of_joint_transfer_do_not_move_towards_the_outputs():
         scores = (call.q @ call.k.transpose(2, 3) * call.mechanism.scale).masked_fill(
             ~call.mask[:, None, None], float("-inf")
         )
-        due, real = (scores.softmax(-1) @ call.v).detach(), call.mask[:, None, :, None]
-        terms.append(((call.output - due) * real).square().sum() / (due * real).square().sum())
+        target, real = (scores.softmax(-1) @ call.v).detach(), call.mask[:, None, :, None]
+        terms.append(((call.output - target) * real).square().sum() / (target * real).square().sum())
     torch.stack(terms).mean().backward()
-    assert all(torch.allclose(found[name], model.get_parameter(name).grad, rtol=1e-3, atol=1e-7) for name in own)
+    assert all(torch.allclose(found[name], model.get_parameter(name).grad, rtol=1e-3, atol=1e-7) for name in trained)
 
 
 @pytest.mark.parametrize("match", ["outputs", "weights"])
@@ -427,8 +432,8 @@ def test_mechanisms_of_groups_of_heads_are_fitted_each_to_its_own_heads():
     (call,) = [one for one in calls if one.mechanism is not None]
     part = next(one for one in call.members() if list(one.mechanism.parameters()))
     with torch.no_grad():
-        mine, due = part.mechanism(part.q, part.k, part.v, part.mask), call.output[:, :2]
+        mine, target = part.mechanism(part.q, part.k, part.v, part.mask), call.output[:, :2]
     real = call.mask[:, None, :, None]
-    expected = float(((mine - due) * real).square().sum() / (due * real).square().sum())
+    expected = float(((mine - target) * real).square().sum() / (target * real).square().sum())
     loss = Transfer(model, joint=False, match="outputs").loss(model, model, inputs)
     assert float(loss.detach()) == pytest.approx(expected, rel=1e-3)

@@ -53,24 +53,48 @@ def test_the_base_is_trained_by_the_modes_that_need_no_conversion(recover, of_th
     assert stage.training == FinetuneStage(recover=recover, steps=7, budget="loss<=1")
 
 
-def test_what_is_not_asked_for_is_as_documented():
+def test_defaults_are_as_documented():
     assert FinetuneStage().model_dump(exclude_none=True) == {
-        "split": "train", "settings": {}, "accumulate": 1, "train": "all", "projections": False, "joint": False, "match": "outputs",
+        "split": "train",
+        "settings": {},
+        "accumulate": 1,
+        "train": "all",
+        "projections": False,
+        "joint": False,
+        "match": "outputs",
         "distill": {"logits": 1.0, "hidden": 1.0, "attention": 0.0, "labels": 0.0, "temperature": 2.0},
-        "lora": {"rank": 8, "alpha": 16.0, "dropout": 0.0}, "validation": 500, "recompute": False, "bfloat16": False, "seed": 0,
-    }  # fmt: skip
+        "lora": {"rank": 8, "alpha": 16.0, "dropout": 0.0},
+        "validation": 500,
+        "recompute": False,
+        "bfloat16": False,
+        "seed": 0,
+    }
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"learning_rate": 0}, {"epochs": 0}, {"length": 7}, {"penalty": -1}, {"validation": 0}, {"steps": 0}, {"seed": -1},
-        {"recover": []}, {"report_to": "mail"}, {"time_budget": "0s"}, {"budget": "loss<1"}, {"train": "some"},
-        {"distill": {"temperature": 0}}, {"distill": {"logits": -1}}, {"distill": {"labels": -1}}, {"lora": {"rank": 0}},
-        {"lora": {"alpha": 0}}, {"lora": {"dropout": 1}},
+        {"learning_rate": 0},
+        {"epochs": 0},
+        {"length": 7},
+        {"penalty": -1},
+        {"validation": 0},
+        {"steps": 0},
+        {"seed": -1},
+        {"recover": []},
+        {"report_to": "mail"},
+        {"time_budget": "0s"},
+        {"budget": "loss<1"},
+        {"train": "some"},
+        {"distill": {"temperature": 0}},
+        {"distill": {"logits": -1}},
+        {"distill": {"labels": -1}},
+        {"lora": {"rank": 0}},
+        {"lora": {"alpha": 0}},
+        {"lora": {"dropout": 1}},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_values_out_of_bounds_are_refused(wrong):
     with pytest.raises(ValidationError):
         FinetuneStage(**wrong)

@@ -14,7 +14,7 @@ from approx.finetuning.trainer import (
     check_modes,
     chosen_parameters,
     default_modes,
-    own_parameters,
+    mechanism_parameters,
     remove_adapters,
 )
 from approx.planning.plan import Plan
@@ -55,17 +55,17 @@ def test_the_layers_of_an_attention_block_are_those_that_run_around_it(architect
     )
 
 
-def test_what_is_trained_is_what_was_chosen_and_always_the_mechanisms():
+def test_trains_the_chosen_parameters_and_always_the_mechanisms():
     model = tiny("BertForSequenceClassification")
     surgery.convert(model, Plan.of("linear", feature_map="hedgehog"))
-    own, inputs = set(own_parameters(model)), sample(model)
-    assert len(own) == 6
+    of_mechanisms, inputs = set(mechanism_parameters(model)), sample(model)
+    assert len(of_mechanisms) == 6
     everything = {name for name, _ in model.named_parameters()}
     assert set(chosen_parameters(model, "all", inputs)) == everything
     head = set(chosen_parameters(model, "head", inputs))
-    assert head == own | {"classifier.weight", "classifier.bias"}
+    assert head == of_mechanisms | {"classifier.weight", "classifier.bias"}
     attention = set(chosen_parameters(model, "attention", inputs))
-    assert own < attention < everything
+    assert of_mechanisms < attention < everything
     assert all(".attention." in name for name in attention)
 
 
@@ -74,9 +74,9 @@ def test_the_feature_encoder_of_speech_stays_as_it_is():
     assert not any("feature_extractor" in name for name in chosen_parameters(model, "all", sample(model)))
 
 
-def test_a_model_without_a_head_has_none_to_train():
+def test_refuses_to_train_a_missing_head():
     model = tiny("BertModel")
-    with pytest.raises(ApproxError, match="has none"):
+    with pytest.raises(ApproxError, match="has no task head to train"):
         chosen_parameters(model, "head", sample(model))
 
 
@@ -102,7 +102,7 @@ def test_adapters_change_nothing_at_first_and_are_merged_without_a_trace(archite
     assert set(model.state_dict()) == keys
 
 
-def test_adapters_go_where_they_are_asked_for():
+def test_adds_adapters_to_the_named_targets():
     pytest.importorskip("peft")
     model = tiny("BertForSequenceClassification")
     names = add_adapters(model, Lora(targets=["query"]), sample(model), seed=0)
@@ -151,7 +151,7 @@ def test_projections_make_transfer_possible_without_parameters_of_a_mechanism():
     check_modes(["transfer"], model, text=False, projections=True)
 
 
-def test_without_a_word_mechanisms_are_fitted_first_where_they_can_be():
+def test_default_modes_fit_mechanisms_first_where_possible():
     exact, local, learned = (tiny("BertForSequenceClassification") for _ in range(3))
     surgery.convert(local, Plan.of("local"))
     surgery.convert(learned, Plan.of("linear", feature_map="hedgehog"))

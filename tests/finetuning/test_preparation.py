@@ -1,4 +1,4 @@
-"""Settings of each mode, from what was asked for, the data and the model; nothing is trained."""
+"""Settings of each mode, from the options, the data and the model; nothing is trained."""
 
 import math
 from dataclasses import replace
@@ -10,7 +10,7 @@ from approx.conversion import surgery
 from approx.errors import ApproxError, Exit
 from approx.finetuning.finetune import measure_of, prepare_training, with_adapters
 from approx.finetuning.options import FinetuneStage
-from approx.finetuning.trainer import Distill, Measure, Supervised, Transfer, head_parameters, own_parameters
+from approx.finetuning.trainer import Distill, Measure, Supervised, Transfer, head_parameters, mechanism_parameters
 from approx.planning.plan import Plan
 from tiny_classifier import tiny_tokenizer
 from tiny_training import model_of, write_sst2
@@ -37,7 +37,7 @@ def prepared(data, model=None, **options):
         ("distill", {}, (32, 1e-4, 1e-3, 200, 20)),
         ("task", {}, (32, 5e-5, 5e-4, 200, 20)),
         ("transfer", {"learning_rate": 0.5}, (16, 0.005, 0.5, 200, 20)),
-        # A rate that is asked for is that of every parameter.
+        # --learning-rate applies to every parameter.
         ("task", {"learning_rate": 0.5}, (32, 0.5, 0.5, 200, 20)),
         ("task", {"batch_size": 8, "epochs": 2}, (8, 5e-5, 5e-4, 18, 2)),
         ("task", {"batch_size": 8, "epochs": 0.01}, (8, 5e-5, 5e-4, 1, 1)),
@@ -45,9 +45,9 @@ def prepared(data, model=None, **options):
         ("task", {"steps": 25, "epochs": 9, "evaluate_every": 7}, (32, 5e-5, 5e-4, 25, 7)),
     ],
 )
-def test_a_mode_has_its_defaults_until_others_are_asked_for(data, recover, options, expected):
+def test_mode_has_defaults_that_options_override(data, recover, options, expected):
     (phase,) = prepared(data, recover=[recover], **options).phases
-    found = (phase.batch_size, phase.learning_rate, phase.own_learning_rate, phase.steps, phase.evaluate_every)
+    found = (phase.batch_size, phase.learning_rate, phase.mechanism_learning_rate, phase.steps, phase.evaluate_every)
     assert found == (expected[0], pytest.approx(expected[1]), pytest.approx(expected[2]), *expected[3:])
     assert phase.mode == recover
     assert isinstance(phase.objective, {"transfer": Transfer, "distill": Distill, "task": Supervised}[recover])
@@ -65,7 +65,11 @@ def test_pre_training_has_its_own_defaults_and_three_times_the_time_of_transfer(
     stage = FinetuneStage(recover=["transfer", mode], text=[str(file)], length=16, time_budget="80s")
     transfer, phase = prepare_training(model, tokenizer, stage).phases
     assert (transfer.seconds, phase.seconds) == (20.0, 60.0)
-    assert (phase.batch_size, phase.learning_rate, phase.own_learning_rate) == (16, rate, pytest.approx(10 * rate))
+    assert (phase.batch_size, phase.learning_rate, phase.mechanism_learning_rate) == (
+        16,
+        rate,
+        pytest.approx(10 * rate),
+    )
 
 
 @pytest.mark.parametrize(
@@ -122,7 +126,7 @@ def test_options_reach_every_mode(data):
 def test_time_is_shared_among_modes_by_their_weight(data):
     phases = prepared(data, recover=["transfer", "distill", "task"], time_budget="70s").phases
     assert [phase.seconds for phase in phases] == pytest.approx([10, 30, 30])
-    # Adapters are no mode of their own.
+    # Adapters are not a mode.
     pytest.importorskip("peft")
     adapted = prepared(data, recover=["transfer", "lora", "task"], time_budget="80s").phases
     assert [(phase.mode, phase.seconds) for phase in adapted] == [("transfer", 20.0), ("task", 60.0)]
@@ -130,17 +134,19 @@ def test_time_is_shared_among_modes_by_their_weight(data):
 
 def test_each_mode_trains_its_own_parameters(data):
     model = model_of()
-    own, every = own_parameters(model), [name for name, _ in model.named_parameters()]
+    of_mechanisms, every = mechanism_parameters(model), [name for name, _ in model.named_parameters()]
     transfer, distill = prepared(data, model, recover=["transfer", "distill"]).phases
-    assert transfer.trained == own
+    assert transfer.trained == of_mechanisms
     assert distill.trained == every
     (head,) = prepared(data, model, recover=["task"], train="head").phases
-    assert set(head.trained) == {*own, *head_parameters(model)}
+    assert set(head.trained) == {*of_mechanisms, *head_parameters(model)}
     (projections,) = prepared(data, model, recover=["transfer"], projections=True).phases
-    assert set(projections.trained) - set(own) == {
+    assert set(projections.trained) - set(of_mechanisms) == {
         f"bert.encoder.layer.{layer}.attention.self.{name}.{kind}"
-        for layer in (0, 1) for name in ("query", "key", "value") for kind in ("weight", "bias")
-    }  # fmt: skip
+        for layer in (0, 1)
+        for name in ("query", "key", "value")
+        for kind in ("weight", "bias")
+    }
 
 
 def test_after_lora_a_mode_trains_adapters_at_a_higher_rate_and_the_head_of_the_task(data):
@@ -150,22 +156,22 @@ def test_after_lora_a_mode_trains_adapters_at_a_higher_rate_and_the_head_of_the_
     first, second = made.phases
     assert made.adapted == {"task"}
     assert (first.learning_rate, second.learning_rate) == (1e-4, pytest.approx(5e-4))
-    assert second.own_learning_rate == pytest.approx(5e-3)
-    assert set(second.trained) == {*own_parameters(model), *head_parameters(model)}
+    assert second.mechanism_learning_rate == pytest.approx(5e-3)
+    assert set(second.trained) == {*mechanism_parameters(model), *head_parameters(model)}
     (distilled,) = prepared(data, model, recover=["lora", "distill"]).phases
-    assert distilled.trained == own_parameters(model)
-    (asked,) = prepared(data, model, recover=["lora", "task"], learning_rate=0.5).phases
-    assert (asked.learning_rate, asked.own_learning_rate) == (0.5, 0.5)
+    assert distilled.trained == mechanism_parameters(model)
+    (phase,) = prepared(data, model, recover=["lora", "task"], learning_rate=0.5).phases
+    assert (phase.learning_rate, phase.mechanism_learning_rate) == (0.5, 0.5)
     whole = with_adapters(model, second, made, FinetuneStage(recover=["lora", "task"]))
     assert set(whole.trained) > set(second.trained)
     assert all(".lora_" in name for name in set(whole.trained) - set(second.trained))
 
 
-def test_spans_are_penalised_a_little_unless_asked_otherwise(data):
+def test_spans_have_a_small_default_penalty(data):
     spans = {"max_span": 16, "ramp": 4}
     penalties = [
-        prepared(data, model_of("adaptive-span", **spans), recover=["task"], **asked).phases[0].penalty
-        for asked in ({}, {"penalty": 0.0}, {"penalty": 2.0})
+        prepared(data, model_of("adaptive-span", **spans), recover=["task"], **options).phases[0].penalty
+        for options in ({}, {"penalty": 0.0}, {"penalty": 2.0})
     ]
     assert penalties == [1e-6, 0.0, 2.0]
     assert prepared(data, model_of("local"), recover=["task"]).phases[0].penalty == 0.0
@@ -184,7 +190,7 @@ def test_batches_carry_labels_only_where_a_mode_reads_them(data):
         assert prepared(data, recover=recover, **options).data.labelled is labelled
 
 
-def test_a_teacher_that_is_given_teaches(data):
+def test_uses_the_teacher_of_the_arguments(data):
     model, teacher = model_of(), model_of(None)
     stage = FinetuneStage(task="glue/sst2", data=data, recover=["distill"])
     phase = prepare_training(model, tiny_tokenizer(), stage, teacher).phases[0]
@@ -192,7 +198,7 @@ def test_a_teacher_that_is_given_teaches(data):
     assert phase.objective._teacher is teacher
 
 
-def test_what_is_measured_is_the_metric_and_of_transfer_its_loss(data):
+def test_measures_the_metric_or_for_transfer_its_loss(data):
     model = model_of()
     made = prepared(data, model, recover=["transfer", "task"])
     transfer, task = made.phases
@@ -203,8 +209,8 @@ def test_what_is_measured_is_the_metric_and_of_transfer_its_loss(data):
     # The mean over the held-out inputs, whatever batch they come in, in evaluation mode.
     every = made.data.held_out.examples
     assert len(every) == 8
-    held = [made.data.task.encode(example, made.data.processor, None)[0] for example in every]
-    batch = made.data.task.collate(held, made.data.processor)
+    encodings = [made.data.task.encode(example, made.data.processor, None)[0] for example in every]
+    batch = made.data.task.collate(encodings, made.data.processor)
     model.train()
     assert loss.value is not None
     assert loss.value() == pytest.approx(float(transfer.objective.loss(model.eval(), model, batch)), rel=1e-5)
@@ -300,7 +306,7 @@ def test_a_value_suffices_on_its_own_side_of_the_budget(lower, enough, value, su
     assert Measure("m", lower, None, enough).suffices(value) is suffices
 
 
-def test_what_is_missing_is_told_before_the_data_are_read(data, monkeypatch):
+def test_names_missing_packages_before_it_reads_data(data, monkeypatch):
     monkeypatch.setattr("approx.finetuning.finetune.find_spec", lambda name: None)
     with pytest.raises(
         ApproxError, match=r"Training needs the package accelerate. Install it: pip install 'approx-attention\[train\]'"
@@ -320,7 +326,7 @@ def test_a_text_is_read_as_the_head_predicts_it(architecture, language, tmp_path
     assert prepare_training(model, tokenizer, stage).data.task.name == language
 
 
-def test_of_a_text_without_a_head_for_it_the_loss_is_measured(tmp_path):
+def test_measures_the_loss_on_text_without_a_matching_head(tmp_path):
     file = tmp_path / "corpus.txt"
     file.write_text("the film is not very good the film is bad dull fine long " * 60)
     model, tokenizer = tiny("BertForSequenceClassification"), tiny_tokenizer()

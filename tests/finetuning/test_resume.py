@@ -33,7 +33,7 @@ def test_interrupted_after_any_step_and_resumed_the_weights_are_the_same_to_the_
     whole = model_of()
     # Dropout is part of it.
     assert whole.config.hidden_dropout_prob > 0
-    kept = trained(whole, tmp_path / "whole", options)
+    uninterrupted = trained(whole, tmp_path / "whole", options)
     model = model_of()
 
     def stop(at: int) -> Any:
@@ -49,8 +49,8 @@ def test_interrupted_after_any_step_and_resumed_the_weights_are_the_same_to_the_
         model = model_of()
     done = trained(model, tmp_path / "work", options, resume=True)
     assert same(model, whole)
-    assert done.after == kept.after
-    assert [phase.best_step for phase in done.phases] == [phase.best_step for phase in kept.phases]
+    assert done.after == uninterrupted.after
+    assert [phase.best_step for phase in done.phases] == [phase.best_step for phase in uninterrupted.phases]
 
 
 def test_a_training_whose_folder_was_moved_ends_with_its_best_weights(sst2, tmp_path):
@@ -127,9 +127,9 @@ def test_a_finished_mode_and_the_scores_are_not_repeated(sst2, tmp_path, monkeyp
     with pytest.raises(Interrupted):
         trained(model_of(), tmp_path / "work", options, progress=stop)
     monkeypatch.setattr("approx.finetuning.finetune._before", None)
-    said: list[str] = []
-    done = trained(model_of(), tmp_path / "work", options, resume=True, progress=lambda what, *_: said.append(what))
-    assert [what.partition(" | ")[0] for what in said if " | " in what] == ["task", "task"]
+    reported: list[str] = []
+    done = trained(model_of(), tmp_path / "work", options, resume=True, progress=lambda what, *_: reported.append(what))
+    assert [what.partition(" | ")[0] for what in reported if " | " in what] == ["task", "task"]
     assert [phase.steps for phase in done.phases] == [3, 3]
     assert done.exact is not None
     assert done.before is not None
@@ -178,11 +178,11 @@ def test_a_training_goes_on_only_with_the_same_options_and_examples(sst2, tmp_pa
         changed.classifier.bias.add_(1)
     with pytest.raises(ApproxError, match="with other weights"):
         trained(changed, work, options, resume=True)
-    kept = json.loads((work / "training.json").read_text())["about"]
+    about = json.loads((work / "training.json").read_text())["about"]
     # Whatever is a default of this version of transformers counts too; where and how long it trains does not.
-    assert kept["config"]["hidden_act"] == "gelu"
-    assert not {"_name_or_path", "transformers_version"} & set(kept["config"])
-    assert not {"time_budget", "report_to"} & set(kept["options"])
+    assert about["config"]["hidden_act"] == "gelu"
+    assert not {"_name_or_path", "transformers_version"} & set(about["config"])
+    assert not {"time_budget", "report_to"} & set(about["options"])
     other_class = model_of()
     other_class.__class__ = type(f"Other{type(other_class).__name__}", (type(other_class),), {})
     with pytest.raises(ApproxError, match=r"with other architecture\."):
@@ -205,8 +205,8 @@ def test_a_training_goes_on_only_with_the_same_options_and_examples(sst2, tmp_pa
         trained(model_of(), tmp_path / "other", options, resume=True)
 
 
-# Once the second process is late, so that the folder is claimed before it looks, and once the first, which removes the old state.
-# The second is also late to load the best step, whose checkpoint the first removes.
+# Once the second process is late, so that the folder is claimed before it looks, and once the first, which removes the
+# old state. The second is also late to load the best step, whose checkpoint the first removes.
 LATE = """
 import os, sys, time
 from pathlib import Path
@@ -240,9 +240,19 @@ def test_a_process_that_is_late_takes_part_in_the_same_training(sst2, tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "tests")))}
     done = subprocess.run(
         [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-            tmp_path / "late.py", sst2, tmp_path / "work",
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            tmp_path / "late.py",
+            sst2,
+            tmp_path / "work",
         ],
-        env=environment, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert done.returncode == 0, done.stderr[-3000:]

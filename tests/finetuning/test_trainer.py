@@ -41,7 +41,7 @@ def test_after_bfloat16_training_the_forward_pass_is_that_of_the_weights_again(s
 
 
 @pytest.mark.parametrize("bfloat16", [False, True])
-def test_layers_run_in_the_precision_asked_for_and_the_model_is_left_as_it_was(bfloat16, sst2, tmp_path):
+def test_layers_run_in_bfloat16_and_the_model_keeps_its_dtype(bfloat16, sst2, tmp_path):
     model, kinds = model_of(), set()
     before = set(vars(model))
     hook = model.classifier.register_forward_hook(
@@ -57,16 +57,16 @@ def test_layers_run_in_the_precision_asked_for_and_the_model_is_left_as_it_was(b
 def test_training_prints_nothing_and_leaves_the_log_level_of_the_user(sst2, tmp_path, capfd):
     level = logging.get_verbosity()
     logging.set_verbosity_info()
-    asked = logging.get_verbosity()
+    before = logging.get_verbosity()
     try:
         trained(model_of(), tmp_path / "work", options_of(sst2, recover=["transfer", "task"], steps=3))
-        assert logging.get_verbosity() == asked
+        assert logging.get_verbosity() == before
     finally:
         logging.set_verbosity(level)
-    said = capfd.readouterr()
-    assert said.out == ""
+    printed = capfd.readouterr()
+    assert printed.out == ""
     # The bar of a training has its number of steps.
-    assert "/3 [" not in said.err
+    assert "/3 [" not in printed.err
 
 
 def test_dropout_goes_by_the_seed_and_not_by_what_was_drawn_before(sst2, tmp_path):
@@ -78,9 +78,14 @@ def test_dropout_goes_by_the_seed_and_not_by_what_was_drawn_before(sst2, tmp_pat
         data = replace(prepared.data, rows=prepared.data.rows[:1], encodings=prepared.data.encodings[:1])
         torch.manual_seed(number)
         train(
-            model, replace(prepared.phases[0], seed=seed), data, Measure("loss", True, lambda: 0.0),
-            tmp_path / str(number), resume=False, progress=lambda *words: None,
-        )  # fmt: skip
+            model,
+            replace(prepared.phases[0], seed=seed),
+            data,
+            Measure("loss", True, lambda: 0.0),
+            tmp_path / str(number),
+            resume=False,
+            progress=lambda *words: None,
+        )
         weights.append(model.classifier.weight.detach())
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
@@ -109,17 +114,21 @@ def trainer(tmp_path_factory):
     return make
 
 
-def test_mechanisms_learn_at_a_rate_of_their_own_and_only_matrices_of_the_base_decay(trainer):
-    made = trainer(learning_rate=1e-4, own_learning_rate=1e-2)
+def test_mechanisms_have_a_separate_rate_and_only_matrices_of_the_base_decay(trainer):
+    made = trainer(learning_rate=1e-4, mechanism_learning_rate=1e-2)
     names = {id(parameter): name for name, parameter in made.trained.named_parameters()}
     found = {
         names[id(parameter)]: (group["lr"], group["weight_decay"])
-        for group in made.create_optimizer().param_groups for parameter in group["params"]
-    }  # fmt: skip
+        for group in made.create_optimizer().param_groups
+        for parameter in group["params"]
+    }
     assert found.keys() == dict(made.trained.named_parameters()).keys()
     for name, parameter in made.trained.named_parameters():
-        own = ".mechanism." in name
-        assert found[name] == (1e-2 if own else 1e-4, 0.01 if parameter.dim() == 2 and not own else 0.0), name
+        of_mechanism = ".mechanism." in name
+        assert found[name] == (
+            1e-2 if of_mechanism else 1e-4,
+            0.01 if parameter.dim() == 2 and not of_mechanism else 0.0,
+        ), name
 
 
 def test_only_what_a_mode_trains_is_optimised(trainer):
@@ -155,7 +164,7 @@ def test_a_training_is_one_by_hand_in_float64(accumulate, sst2, tmp_path):
     with torch.no_grad():
         model.classifier.weight.mul_(30)
     prepared = prepare_training(model, tiny_tokenizer(), options_of(sst2, steps=10, accumulate=accumulate))
-    phase = replace(prepared.phases[0], learning_rate=1e-3, own_learning_rate=1e-2, evaluate_every=10)
+    phase = replace(prepared.phases[0], learning_rate=1e-3, mechanism_learning_rate=1e-2, evaluate_every=10)
     other = copy.deepcopy(model).train()
     rates = {name: 1e-2 if ".mechanism." in name else 1e-3 for name, _ in other.named_parameters()}
     optimizer = torch.optim.AdamW(
@@ -180,9 +189,14 @@ def test_a_training_is_one_by_hand_in_float64(accumulate, sst2, tmp_path):
         optimizer.step()
     assert max(norms) > 1
     outcome = train(
-        model, phase, prepared.data, Measure("loss", True, lambda: 0.0), tmp_path / "work", resume=False,
+        model,
+        phase,
+        prepared.data,
+        Measure("loss", True, lambda: 0.0),
+        tmp_path / "work",
+        resume=False,
         progress=lambda *words: None,
-    )  # fmt: skip
+    )
     assert (outcome.steps, outcome.best_step, outcome.tokens) == (10, 10, 10 * 8 * 6)
     assert outcome.seconds == round(outcome.seconds, 1)
     assert [point["step"] for point in outcome.curve] == list(range(1, 11))
@@ -208,21 +222,26 @@ def test_the_best_step_is_that_of_the_best_value_on_its_side(
 ):
     model = model_of(None)
     prepared = prepare_training(model, tiny_tokenizer(), options_of(sst2, steps=4, evaluate_every=1, patience=patience))
-    left, weights = iter(values), []
+    names, weights = iter(values), []
 
     def value() -> float:
         weights.append(model.classifier.weight.detach().clone())
-        return next(left)
+        return next(names)
 
     outcome = train(
-        model, prepared.phases[0], prepared.data, Measure("loss", lower, value), tmp_path / "work", resume=False,
+        model,
+        prepared.phases[0],
+        prepared.data,
+        Measure("loss", lower, value),
+        tmp_path / "work",
+        resume=False,
         progress=lambda *words: None,
-    )  # fmt: skip
+    )
     assert (outcome.best_step, outcome.steps, outcome.ended) == (best, steps, ended)
     assert torch.equal(model.classifier.weight, weights[best - 1])
     # Kept are the best and the last.
-    kept = {path.name for path in (tmp_path / "work").iterdir()}
-    assert kept == {f"checkpoint-{best}", f"checkpoint-{steps}"} or len(kept) == 2 > len({best, steps})
+    left = {path.name for path in (tmp_path / "work").iterdir()}
+    assert left == {f"checkpoint-{best}", f"checkpoint-{steps}"} or len(left) == 2 > len({best, steps})
     curve = {point["step"]: point["validation"] for point in outcome.curve if "validation" in point}
     assert curve == dict(enumerate(values[:steps], 1))
 
@@ -238,11 +257,11 @@ def test_a_first_signal_waits_for_the_step_and_a_second_does_not(trainer):
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_a_loss_that_is_not_finite_at_the_first_step_says_that_nothing_was_kept(value, trainer):
+def test_non_finite_loss_at_the_first_step_says_that_nothing_was_saved(value, trainer):
     made = trainer()
     weight = made.trained.classifier.weight
     made.phase = replace(made.phase, objective=SimpleNamespace(loss=lambda *words: weight.sum() * 0 + value))
-    with pytest.raises(ApproxError, match=rf"is {value} at step 1; nothing was kept yet") as caught:
+    with pytest.raises(ApproxError, match=rf"is {value} at step 1; nothing was saved yet") as caught:
         made.compute_loss(made.trained, {})
     assert caught.value.exit_code == Exit.VERIFICATION
 
@@ -303,13 +322,13 @@ def test_a_step_is_the_last_when_time_is_up_or_a_signal_came(
 
 
 @pytest.mark.parametrize(
-    ("own", "others", "stops"), [(False, 0.0, False), (True, 0.0, True), (False, 0.25, True), (True, 0.75, True)]
+    ("this", "others", "stops"), [(False, 0.0, False), (True, 0.0, True), (False, 0.25, True), (True, 0.75, True)]
 )
-def test_all_processes_stop_as_soon_as_one_has_to(own, others, stops):
+def test_all_processes_stop_when_one_stops(this, others, stops):
     made: Any = SimpleNamespace(
         args=SimpleNamespace(device=torch.device("cpu")), accelerator=SimpleNamespace(reduce=lambda x: x / 4 + others)
     )
-    assert Watch(made, lambda *words: None)._agreed(own) is stops
+    assert Watch(made, lambda *words: None)._agreed(this) is stops
 
 
 def test_the_penalty_of_spans_is_added_by_its_weight(tmp_path):
@@ -340,16 +359,16 @@ def test_tokens_and_time_are_counted_and_survive_an_interruption(trainer, monkey
     assert watch.tokens == 7
     assert 40.0 <= watch.seconds() < 45.0
     assert watch.share_of_time() == pytest.approx(0.4, abs=0.05)
-    assert json.loads(watch.kept({}))["tokens"] == 7
-    assert 40.0 <= json.loads(watch.kept({}))["seconds"] < 45.0
+    assert json.loads(watch.state_text({}))["tokens"] == 7
+    assert 40.0 <= json.loads(watch.state_text({}))["seconds"] < 45.0
     assert trainer().watch.seconds() < 0.5
     assert trainer().watch.share_of_time() == 0.0
 
 
-def test_the_line_of_progress_tells_rate_speed_and_what_is_left(trainer, monkeypatch):
-    said = []
+def test_progress_line_shows_rate_speed_and_time_left(trainer, monkeypatch):
+    reported = []
     made = trainer(steps=100)
-    made.watch._progress = lambda *words: said.append(words)
+    made.watch._progress = lambda *words: reported.append(words)
     monkeypatch.setattr(made.watch, "seconds", lambda: 30.0)
     made.watch.tokens = 60_000
     made.create_optimizer()
@@ -357,7 +376,7 @@ def test_the_line_of_progress_tells_rate_speed_and_what_is_left(trainer, monkeyp
     made.watch.on_log(None, None, None, logs={"loss": 0.51239})
     made.watch.on_log(None, None, None, logs={"eval_accuracy": 0.5})
     made.watch._say(SimpleNamespace(global_step=25))
-    ((words, done, total),) = said
+    ((words, done, total),) = reported
     first = made.phase.learning_rate / 6
     assert words in (
         f"task | loss 0.5124 | rate {first:.1e} | 2,000 tokens/s | 90 s left",
@@ -366,14 +385,14 @@ def test_the_line_of_progress_tells_rate_speed_and_what_is_left(trainer, monkeyp
     assert (done, total) == (25, 100)
     monkeypatch.setattr(made.watch, "seconds", lambda: 10.0)
     made.watch._say(SimpleNamespace(global_step=25))
-    assert said[1][0].endswith("| 30 s left")
+    assert reported[1][0].endswith("| 30 s left")
     for share, seconds, left in ((0.5, 89.0, "89 s"), (0.25, 40.0, "2 min"), (0.1, 400.0, "60 min")):
         monkeypatch.setattr(made.watch, "share_of_time", lambda share=share: share)
         monkeypatch.setattr(made.watch, "seconds", lambda seconds=seconds: seconds)
         made.watch.on_evaluate(None, None, SimpleNamespace(), metrics={"eval_accuracy": 0.75})
         made.watch._say(SimpleNamespace(global_step=5))
-        assert said[-1][0].endswith(f"| {left} left")
-    assert "task | loss 0.5124 | held-out accuracy 0.75 | rate" in said[-1][0]
+        assert reported[-1][0].endswith(f"| {left} left")
+    assert "task | loss 0.5124 | held-out accuracy 0.75 | rate" in reported[-1][0]
 
 
 @pytest.mark.parametrize("complete", [(), (4,), (4, 20, 8)])

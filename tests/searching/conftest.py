@@ -32,7 +32,8 @@ class Clock:
     Attributes:
         saved: Mechanism and first setting -> milliseconds that it saves in each layer.
         rest: Milliseconds without attention.
-        exact: Milliseconds of exact attention in a layer, at its fastest; the base as it is takes `unchanged` more in all.
+        exact: Milliseconds of exact attention in a layer, at its fastest; the base as it is takes `unchanged` more in
+            all.
         crowded: Whether other programs used the machine.
         out_of_memory: Whether exact attention has no room.
         late: Milliseconds by which plans are slower in the proof than their prices said.
@@ -77,13 +78,18 @@ class Clock:
 
         variants = [
             {"name": name, "share_of_ceiling": 0.5, "verdict": "faster", **timed(self.milliseconds(one))}
-            for name, one in opened.items() if name != BASE
-        ]  # fmt: skip
+            for name, one in opened.items()
+            if name != BASE
+        ]
         row = part_of(
-            Speed, length=stage.lengths[0], batch=stage.batches[0], crowded=self.crowded,
+            Speed,
+            length=stage.lengths[0],
+            batch=stage.batches[0],
+            crowded=self.crowded,
             base={"median_ms": None if self.out_of_memory else base, "status": "ok"},
-            ceiling={"median_ms": self.rest, "ratio": base / self.rest, "interval": None, "status": "ok"}, variants=variants,
-        )  # fmt: skip
+            ceiling={"median_ms": self.rest, "ratio": base / self.rest, "interval": None, "status": "ok"},
+            variants=variants,
+        )
         return [row]
 
 
@@ -99,9 +105,13 @@ def base() -> Checkpoint:
     """A classifier of three layers, whose attention matters: its weights are large."""
     torch.manual_seed(0)
     model = tiny(
-        "BertForSequenceClassification", 0, vocab_size=len(WORDS), num_hidden_layers=3, max_position_embeddings=64,
+        "BertForSequenceClassification",
+        0,
+        vocab_size=len(WORDS),
+        num_hidden_layers=3,
+        max_position_embeddings=64,
         initializer_range=0.4,
-    )  # fmt: skip
+    )
     return in_memory(model, tiny_tokenizer())
 
 

@@ -68,9 +68,11 @@ def test_a_large_front_is_as_good_as_another_solver():
     for bound in (-16.0, -12.0, -8.0):
         mine = found.damages[np.flatnonzero(found.times <= bound)[-1]]
         solved = milp(
-            damages.ravel(), integrality=np.ones(sites * candidates), bounds=Bounds(0, 1),
+            damages.ravel(),
+            integrality=np.ones(sites * candidates),
+            bounds=Bounds(0, 1),
             constraints=[LinearConstraint(one_each, 1, 1), LinearConstraint(times.ravel(), -np.inf, bound)],
-        )  # fmt: skip
+        )
         # Beyond 20,000 partial plans, times are told apart to a thousandth of a per cent of their range.
         assert mine == pytest.approx(solved.fun, rel=0.01)
         assert mine >= solved.fun - 1e-9

@@ -22,16 +22,50 @@ def named(architecture="BertForSequenceClassification", **options):
 @pytest.mark.parametrize(
     ("architecture", "names"),
     [
-        ("BertForSequenceClassification", [
-            "fastest exact", "flash", "improved-clustered 25", "improved-clustered 100", "clustered 25", "clustered 100", "local 32",
-            "local 64", "local 128", "longformer 128", "longformer 256", "longformer", "bigbird", "block", "performer",
-        ]),
-        ("GPT2LMHeadModel", [
-            "fastest exact", "flash", "improved-clustered 25", "improved-clustered 100", "clustered 25", "clustered 100", "local 32", "local 64", "local 128", "longformer 128", "longformer 256", "longformer", "sinks 128",
-            "sinks 256", "sinks", "block", "performer",
-        ]),
+        (
+            "BertForSequenceClassification",
+            [
+                "fastest exact",
+                "flash",
+                "improved-clustered 25",
+                "improved-clustered 100",
+                "clustered 25",
+                "clustered 100",
+                "local 32",
+                "local 64",
+                "local 128",
+                "longformer 128",
+                "longformer 256",
+                "longformer",
+                "bigbird",
+                "block",
+                "performer",
+            ],
+        ),
+        (
+            "GPT2LMHeadModel",
+            [
+                "fastest exact",
+                "flash",
+                "improved-clustered 25",
+                "improved-clustered 100",
+                "clustered 25",
+                "clustered 100",
+                "local 32",
+                "local 64",
+                "local 128",
+                "longformer 128",
+                "longformer 256",
+                "longformer",
+                "sinks 128",
+                "sinks 256",
+                "sinks",
+                "block",
+                "performer",
+            ],
+        ),
     ],
-)  # fmt: skip
+)
 def test_by_default_whatever_runs_without_training_is_tried(architecture, names):
     found = named(architecture, length=1024)
     assert [one.name for one in found] == names
@@ -45,8 +79,9 @@ def test_windows_as_long_as_the_input_are_tried_only_by_name():
     assert [one.name for one in named(length=65) if one.name.startswith("local")] == ["local 32"]
     assert not [one for one in named(length=64) if one.name.startswith("local")]
     assert [one.name for one in named("GPT2LMHeadModel", length=129) if one.name.startswith("sinks")] == [
-        "sinks 128", "sinks"
-    ]  # fmt: skip
+        "sinks 128",
+        "sinks",
+    ]
 
 
 def test_feature_maps_are_tried_only_after_fitting_or_by_name():
@@ -82,8 +117,11 @@ def test_names_say_mechanism_and_numbers(rules, names):
 def test_shares_of_the_heads_follow_the_whole_layers():
     found = named(mechanisms="block", granularity="heads")
     assert [(one.name, one.heads, one.whole) for one in found] == [
-        ("block", None, "block"), ("block, 1 heads", 1, "block"), ("block, 2 heads", 2, "block"), ("block, 3 heads", 3, "block"),
-    ]  # fmt: skip
+        ("block", None, "block"),
+        ("block, 1 heads", 1, "block"),
+        ("block, 2 heads", 2, "block"),
+        ("block, 3 heads", 3, "block"),
+    ]
 
 
 def test_no_site_becomes_what_it_cannot_run():

@@ -29,9 +29,12 @@ def test_a_choice_becomes_the_rule_of_its_site(facts):
 
 def test_a_plan_has_one_rule_for_layers_that_are_alike(base, facts):
     plan = Composer(base, facts).plan(choices(LOCAL, Choice(LOCAL, [0, 1]), LOCAL))
-    assert plan == Plan((
-        Rule("local", "0,2", {"left": 1, "right": 1}), Rule("local", "1", {"left": 1, "right": 1}, heads="0-1"),
-    ))  # fmt: skip
+    assert plan == Plan(
+        (
+            Rule("local", "0,2", {"left": 1, "right": 1}),
+            Rule("local", "1", {"left": 1, "right": 1}, heads="0-1"),
+        )
+    )
     assert Composer(base, facts).plan(choices(None, None, None)) is None
 
 

@@ -48,8 +48,12 @@ def test_the_examples_of_a_task_are_what_is_timed(base, facts, clock):
     ((_, grid, texts),) = clock.raced
     assert (grid.inputs, grid.batches) == ("real", [4])
     assert (texts.task, texts.data, texts.split, texts.limit, texts.settings) == (
-        "glue/sst2", "here", "dev", 64, {"files": 3}
-    )  # fmt: skip
+        "glue/sst2",
+        "here",
+        "dev",
+        64,
+        {"files": 3},
+    )
 
 
 def test_part_of_the_heads_costs_what_part_of_the_heads_saves(base, facts, clock):
@@ -82,10 +86,18 @@ def test_times_are_kept_for_the_same_question_and_no_other(base, facts, clock):
     other = Candidate("local 1", Rule("local", settings={"left": 1, "right": 2}))
     task = {"task": "glue/sst2", "speed": None, "budget": "loss<=1"}
     different: tuple[dict[str, Any], ...] = (
-        {"length": 20}, {"batch": 2}, {"seed": 1}, {"candidates": CANDIDATES[:2]}, {"candidates": [other, *CANDIDATES[1:]]},
-        {"candidates": [CANDIDATES[0]._replace(heads=2), *CANDIDATES[1:]]}, task, {**task, "task": "glue/mrpc"},
-        {**task, "data": "here"}, {**task, "split": "train"}, {**task, "settings": {"a": 1}},
-    )  # fmt: skip
+        {"length": 20},
+        {"batch": 2},
+        {"seed": 1},
+        {"candidates": CANDIDATES[:2]},
+        {"candidates": [other, *CANDIDATES[1:]]},
+        {"candidates": [CANDIDATES[0]._replace(heads=2), *CANDIDATES[1:]]},
+        task,
+        {**task, "task": "glue/mrpc"},
+        {**task, "data": "here"},
+        {**task, "split": "train"},
+        {**task, "settings": {"a": 1}},
+    )
     for number, options in enumerate(different, start=2):
         measured(base, facts, **options)
         assert len(clock.raced) == number, options

@@ -75,11 +75,16 @@ def test_padding_and_the_number_of_inputs_change_no_mean(base, facts, sentences)
     running = {"a": composer.make(composer.everywhere(CANDIDATES[0])).model}
     batches = judge.calibration.batches[:2]
     once, twice = (
-        np.mean([
-            of_heads(known(measure_damage(base.model, facts, running, some, seed, lambda *words: None)["a"][0]), None)[0] for seed in range(2)
-        ])
+        np.mean(
+            [
+                of_heads(
+                    known(measure_damage(base.model, facts, running, some, seed, lambda *words: None)["a"][0]), None
+                )[0]
+                for seed in range(2)
+            ]
+        )
         for some in (batches, batches * 2)
-    )  # fmt: skip
+    )
     assert twice == pytest.approx(once, rel=0.4)
 
 
@@ -185,9 +190,16 @@ def test_the_damage_of_a_small_error_is_the_divergence_that_it_causes(base, fact
         divergence = judge.measure(made, judge.search).divergence
         seeds = range(8)
         predicted = [
-            of_heads(known(measure_damage(base.model, facts, {"a": made}, judge.search.batches, seed, lambda *at: None)["a"][layer]), None)[0]
+            of_heads(
+                known(
+                    measure_damage(base.model, facts, {"a": made}, judge.search.batches, seed, lambda *at: None)["a"][
+                        layer
+                    ]
+                ),
+                None,
+            )[0]
             for seed in seeds
-        ]  # fmt: skip
+        ]
         ratios.append(np.mean(predicted) / divergence)
     # 8 seeds of 4 draws for each of 24 inputs.
     assert ratios == pytest.approx([1, 1], rel=0.3)

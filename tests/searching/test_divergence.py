@@ -73,9 +73,13 @@ MASKS = {
 @pytest.mark.parametrize(
     ("shape", "several", "masked"),
     [
-        ((2, 4), False, None), ((2, 3, 4), False, None), ((2, 4), True, None), ((2, 3, 4), False, "tokens"), ((2, 4), False, "ends"),
+        ((2, 4), False, None),
+        ((2, 3, 4), False, None),
+        ((2, 4), True, None),
+        ((2, 3, 4), False, "tokens"),
+        ((2, 4), False, "ends"),
     ],
-)  # fmt: skip
+)
 def test_the_squared_gradient_of_the_surrogate_is_twice_the_divergence_of_a_small_change(shape, several, masked):
     torch.manual_seed(0)
     logits = torch.randn(shape, dtype=torch.float64)

@@ -82,15 +82,20 @@ def test_rejects_a_damaged_file_of_fitted_mechanisms_and_that_of_another_search(
     running = {HEDGEHOG.name: composer.make(composer.everywhere(HEDGEHOG)).model}
     state = {
         f"{HEDGEHOG.name}/{layer}/{key}": value.clone()
-        for layer, one in enumerate(mechanisms(running[HEDGEHOG.name])) for key, value in one.state_dict().items()
-    }  # fmt: skip
+        for layer, one in enumerate(mechanisms(running[HEDGEHOG.name]))
+        for key, value in one.state_dict().items()
+    }
     whole = save(state, {"about": "a"})
     wrong_shape = {key: value[:1].clone() if key.startswith(site) else value for key, value in state.items()}
     damages = {
-        "empty": b"", "half": whole[: len(whole) // 2], "not safetensors": b"{}" * 100,
-        "a layer is missing": save({key: value for key, value in state.items() if not key.startswith(site)}, {"about": "a"}),
+        "empty": b"",
+        "half": whole[: len(whole) // 2],
+        "not safetensors": b"{}" * 100,
+        "a layer is missing": save(
+            {key: value for key, value in state.items() if not key.startswith(site)}, {"about": "a"}
+        ),
         "another shape": save(wrong_shape, {"about": "a"}),
-    }  # fmt: skip
+    }
     for name, content in damages.items():
         file.write_bytes(content)
         with pytest.raises(ApproxError, match=r"fitted\.safetensors is damaged: .*Delete it") as caught:

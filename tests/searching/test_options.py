@@ -93,11 +93,23 @@ def test_by_default_a_search_is_what_its_page_says():
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"length": 0}, {"batch": 0}, {"examples": 0}, {"proof": 0}, {"calibration": 0}, {"limit": 0}, {"min_length": 0}, {"front": -1},
-        {"granularity": "block"}, {"heal": "distill"}, {"time_budget": "soon"}, {"speed": "1x"}, {"budget": "loss<1"},
-        {"latency": "20"}, {"unknown": 1},
+        {"length": 0},
+        {"batch": 0},
+        {"examples": 0},
+        {"proof": 0},
+        {"calibration": 0},
+        {"limit": 0},
+        {"min_length": 0},
+        {"front": -1},
+        {"granularity": "block"},
+        {"heal": "distill"},
+        {"time_budget": "soon"},
+        {"speed": "1x"},
+        {"budget": "loss<1"},
+        {"latency": "20"},
+        {"unknown": 1},
     ],
-)  # fmt: skip
+)
 def test_what_no_search_can_be_is_refused(wrong):
     with pytest.raises(ValidationError):
         SearchStage(**{"length": 8, "speed": "2x", **wrong})

@@ -17,9 +17,18 @@ PLAN = Plan((Rule("local", "0-1", {"left": 2, "right": 2}),))
 
 def searched(**more: Any) -> Searched:
     usual: dict[str, Any] = {
-        "plan": PLAN, "feasible": True, "interrupted": False, "asked": "loss<=0.5 at 48 tokens", "unit": "points", "layers": [],
-        "proof": PROOF, "ceiling": 2.0, "correlation": None, "measured": 3, "seconds": 1.26,
-    }  # fmt: skip
+        "plan": PLAN,
+        "feasible": True,
+        "interrupted": False,
+        "asked": "loss<=0.5 at 48 tokens",
+        "unit": "points",
+        "layers": [],
+        "proof": PROOF,
+        "ceiling": 2.0,
+        "correlation": None,
+        "measured": 3,
+        "seconds": 1.26,
+    }
     return Searched(**{**usual, **more})
 
 
@@ -100,8 +109,10 @@ def test_gives_every_layer_its_share_of_the_damage_and_why():
         ["local 2", "exact", "block, 2 heads"], [(), (), (1, 3)], [1.5, 0.0, 0.5], [0.3, 0.0, 0.1], ["", "no gain", ""]
     )
     assert [(one.layer, one.choice, one.heads, one.saves) for one in made] == [
-        (0, "local 2", "all", 1.5), (1, "exact", "all", 0.0), (2, "block, 2 heads", "1,3", 0.5),
-    ]  # fmt: skip
+        (0, "local 2", "all", 1.5),
+        (1, "exact", "all", 0.0),
+        (2, "block, 2 heads", "1,3", 0.5),
+    ]
     assert [one.damage for one in made] == pytest.approx([0.75, 0.0, 0.25])
     assert [one.reason for one in made] == [
         "local 2: saves 1.50 ms for 75% of the plan's predicted damage",

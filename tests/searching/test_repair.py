@@ -49,9 +49,13 @@ def _measured(tmp_path_factory):
     """The same of a model whose layers were all measured."""
     torch.manual_seed(0)
     model = tiny(
-        "BertForSequenceClassification", 0, vocab_size=len(WORDS), num_hidden_layers=4, max_position_embeddings=64,
+        "BertForSequenceClassification",
+        0,
+        vocab_size=len(WORDS),
+        num_hidden_layers=4,
+        max_position_embeddings=64,
         initializer_range=0.4,
-    )  # fmt: skip
+    )
     text = tmp_path_factory.mktemp("text") / "text.txt"
     random = np.random.default_rng(0)
     text.write_text(" ".join(random.choice(WORDS[4:], 4000)), encoding="utf-8")
@@ -185,11 +189,15 @@ def test_the_first_plans_lie_along_the_front_from_the_fastest_on(longest, rows):
 @pytest.mark.parametrize(
     ("within", "beyond", "bound"),
     [
-        (None, None, np.inf), (0.1, None, np.inf), (None, 0.4, 0.2), (0.1, 0.4, 0.2), (0.0, 0.01, 1e-7),
+        (None, None, np.inf),
+        (0.1, None, np.inf),
+        (None, 0.4, 0.2),
+        (0.1, 0.4, 0.2),
+        (0.0, 0.01, 1e-7),
         # They contradict each other: the smaller one is safe.
         (0.5, 0.4, 0.4),
     ],
-)  # fmt: skip
+)
 def test_the_bound_lies_between_what_was_allowed_and_what_was_not(within, beyond, bound):
     assert _between(within, beyond) == pytest.approx(bound)
 

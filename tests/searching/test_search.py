@@ -91,7 +91,14 @@ def test_finds_the_fastest_plan_within_a_budget_and_proves_it_on_rows_of_its_own
     assert (found.asked, found.unit, found.interrupted) == ("kl<=0.16 at 24 tokens", "nats", False)
     assert found.measured == len(json.loads((made.folder / MEASURED).read_text())["plans"])
     stages = list(dict.fromkeys(what.partition(" |")[0] for what, _, _ in said))
-    assert stages == ["read the data", "time the candidates", "measure the sensitivities", "measure plans", "time the plans", "check the plans"]  # fmt: skip
+    assert stages == [
+        "read the data",
+        "time the candidates",
+        "measure the sensitivities",
+        "measure plans",
+        "time the plans",
+        "check the plans",
+    ]
     assert state_sha256(base.model) == base.weights_sha256
 
 
@@ -159,13 +166,21 @@ def test_a_proof_meets_loss_and_speed_alike(searching, options, proof, meets):
 @pytest.mark.parametrize(
     ("goal", "said", "code"),
     [
-        ({"speed": "3x"}, r"a speed of 3x at 24 tokens was asked for, but even without any attention is 1\.75× \(20 ms", Exit.THRESHOLD),
-        ({"speed": "1.7x"}, r"a speed of 1\.7x.* the fastest mix of the candidates is 1\.30× \(27 ms; exact attention takes 35 ms", Exit.THRESHOLD),
+        (
+            {"speed": "3x"},
+            r"a speed of 3x at 24 tokens was asked for, but even without any attention is 1\.75× \(20 ms",
+            Exit.THRESHOLD,
+        ),
+        (
+            {"speed": "1.7x"},
+            r"a speed of 1\.7x.* the fastest mix of the candidates is 1\.30× \(27 ms; exact attention takes 35 ms",
+            Exit.THRESHOLD,
+        ),
         ({"latency": "19ms"}, "a latency of 19ms.*even without any attention", Exit.THRESHOLD),
         ({"latency": "26.9ms"}, "a latency of 26.9ms.*the fastest mix", Exit.THRESHOLD),
         ({"latency": "35ms"}, "Exact attention takes 35 ms at 24 tokens, within 35ms already", Exit.REFUSED),
     ],
-)  # fmt: skip
+)
 def test_what_no_mix_reaches_is_refused_before_anything_is_measured(searching, goal, said, code):
     made = searching(**goal)
     with pytest.raises(ApproxError, match=said) as caught:
@@ -385,9 +400,16 @@ def test_what_a_search_is_about(searching, base, sentences):
     assert searching(**{**task, "budget": "loss<=3", "speed": "1.1x", "proof": 30}).about == of_task
     others = [
         searching(budget="kl<=1", **other).about
-        for other in ({"candidates": RULES[:2]}, {"length": 20}, {"examples": 5}, {"calibration": 3}, {"seed": 1}, {"heal": "transfer"},
-                      {"candidates": [Rule("local", settings={"left": 1, "right": 2}), *RULES[1:]]})
-    ]  # fmt: skip
+        for other in (
+            {"candidates": RULES[:2]},
+            {"length": 20},
+            {"examples": 5},
+            {"calibration": 3},
+            {"seed": 1},
+            {"heal": "transfer"},
+            {"candidates": [Rule("local", settings={"left": 1, "right": 2}), *RULES[1:]]},
+        )
+    ]
     others += [searching(**{**task, **other}).about for other in ({"limit": 90}, {"seed": 1}, {"min_length": 20})]
     assert len({first, of_task, *others}) == 2 + len(others)
 

@@ -35,7 +35,8 @@ def add_to(app: typer.Typer) -> None:
         app,
         "Convert",
         "approx search quickstart --task needle --set length=1024 --budget 'loss<=2' --length 1024 -o plan.yaml",
-        "approx search my-model --task glue/sst2 --data SST-2 --budget 'loss<=0.5' --length 512 --speed 1.1x -o plan.yaml",
+        "approx search my-model --task glue/sst2 --data SST-2 --budget 'loss<=0.5' --length 512 --speed 1.1x -o "
+        "plan.yaml",
         "approx search gpt2 --text corpus.txt --budget 'kl<=0.05' --length 1024 --granularity heads -o plan.yaml",
         interrupted="Interrupted before there was a plan. What was measured is kept; run the same command with --resume to go on.",
         stage=_STAGE,
@@ -102,7 +103,7 @@ def _shown(found: "Searched", output: Path) -> "list[Table | str]":
     from approx.pipeline.run import BEST, folder_of
 
     rows = [[str(one.layer), one.choice, one.heads, f"{one.saves:.2f}", f"{one.damage:.0%}"] for one in found.layers]
-    shown: list[Table | str] = [found.told]
+    shown: list[Table | str] = [found.summary]
     if rows:
         shown.append(table(["layer", "mechanism", "heads", "saves ms", "of the damage"], rows))
     if found.quality is not None:

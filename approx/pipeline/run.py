@@ -132,7 +132,7 @@ def search(
                 file.unlink(missing_ok=True)
         if found.speed is not None:
             made = make_record(
-                {BASE: base, **found.models}, title=f"Search: {found.asked}", notice=found.told, seed=seed, command=command,
+                {BASE: base, **found.models}, title=f"Search: {found.goal}", notice=found.summary, seed=seed, command=command,
                 quality=[found.quality] if found.quality is not None else [], speed=[found.speed],
             )  # fmt: skip
             checked = [one.model_copy(update={"verified": found.verified[one.name]}) for one in made.variants]
@@ -415,7 +415,7 @@ class Study:
                     file.unlink()
                     raise KeyboardInterrupt
                 if not found.feasible:
-                    raise ApproxError(f"The search for '{name}': {found.told}", Exit.THRESHOLD)
+                    raise ApproxError(f"The search for '{name}': {found.summary}", Exit.THRESHOLD)
             plans[name] = Plan.read(file)
         return plans
 

@@ -1,4 +1,4 @@
-"""What a plan costs: the time of each candidate at each site, the damage it does there, and how far a whole plan is from the base."""
+"""What a plan costs: time and damage of each candidate at each site, and the divergence of a whole plan."""
 
 import copy
 import dataclasses
@@ -111,9 +111,9 @@ def candidates(stage: SearchStage, anatomy: Anatomy) -> list[Candidate]:
     if stage.candidates is not None:
         rules = list(stage.candidates)
     else:
-        rules = list(_ladders(_names(stage), stage.length, given=stage.mechanisms is not None))
+        rules = list(_ladders(_names(stage), stage.length, by_name=stage.mechanisms is not None))
     chosen = stage.candidates is not None or stage.mechanisms is not None
-    fitting = [rule for rule in rules if _fits(rule, anatomy, asked=chosen)]
+    fitting = [rule for rule in rules if _fits(rule, anatomy, by_name=chosen)]
     if not fitting:
         raise ApproxError(
             f"No layer of {anatomy.architecture} can run {', '.join(dict.fromkeys(rule.mechanism for rule in rules))}. "
@@ -139,22 +139,22 @@ def _names(stage: SearchStage) -> list[str]:
     return list(dict.fromkeys(stage.mechanisms))
 
 
-def _ladders(names: Sequence[str], length: int, *, given: bool) -> Iterator[Rule]:
+def _ladders(names: Sequence[str], length: int, *, by_name: bool) -> Iterator[Rule]:
     for name in names:
         for settings in LADDERS.get(name, ({},)):
-            # A window as long as the input saves nothing; what was asked for by name is tried all the same.
-            if given or settings.get("window", settings.get("left", 0) + settings.get("right", 0)) < length:
+            # A window as long as the input saves nothing, so it is tried only by name.
+            if by_name or settings.get("window", settings.get("left", 0) + settings.get("right", 0)) < length:
                 yield Rule(name, settings=dict(settings))
 
 
-def _fits(rule: Rule, anatomy: Anatomy, *, asked: bool) -> bool:
+def _fits(rule: Rule, anatomy: Anatomy, *, by_name: bool) -> bool:
     """Whether a layer of the model can run a rule; mistakes in what the user wrote are raised."""
     forms = {site.causal: site for site in anatomy.sites}
     for site in forms.values():
         try:
             Plan((Rule(rule.mechanism, str(site.layer), rule.settings),)).resolve(anatomy)
         except ApproxError as error:
-            if asked or error.exit_code != Exit.UNSUPPORTED:
+            if by_name or error.exit_code != Exit.UNSUPPORTED:
                 raise
         else:
             return True
@@ -173,10 +173,10 @@ def _named(rules: Sequence[Rule]) -> list[str]:
     return names
 
 
-def _name(rule: Rule, told: Callable[[str, Any], str]) -> str:
+def _name(rule: Rule, written: Callable[[str, Any], str]) -> str:
     # The base is called exact.
     mechanism = f"fastest {BASE}" if rule.mechanism == BASE else rule.mechanism
-    return " ".join(dict.fromkeys([mechanism, *(told(*setting) for setting in rule.settings.items())]))
+    return " ".join(dict.fromkeys([mechanism, *(written(*setting) for setting in rule.settings.items())]))
 
 
 _BATCH, _GRADIENTS = 8, 64
@@ -242,14 +242,14 @@ def of_task(base: Checkpoint, processor: Any, task: Task, stage: SearchStage, se
         if units < len(examples):
             long += f" in {units} groups by {task.groups.by}, which stay together"
         raise ApproxError(
-            f"{task.name} has {len(examples)} examples{long}; that leaves {len(proven)} for the proof beside "
+            f"{task.name} has {len(examples)} examples{long}; that leaves {len(proven)} for the proof and "
             f"{len(searched)} to compare plans. Give more examples, or fewer to compare with --examples.",
             Exit.UNAVAILABLE,
         )
     if stage.calibration is not None and len(searched) < stage.calibration:
         raise ApproxError(
-            f"{stage.calibration} examples were asked for with --calibration, but only {len(searched)} compare plans. "
-            "Ask for fewer, raise --examples, or give more data."
+            f"--calibration is {stage.calibration} examples, but only {len(searched)} compare plans. "
+            "Lower it, raise --examples, or give more data."
         )
 
     def part(some: list[Example]) -> Part:
@@ -333,7 +333,7 @@ def _part(base: Checkpoint, processor: Any, task: Task, split: Split, *, truncat
 
 
 def _divided(examples: Sequence[Example], count: int, seed: int) -> tuple[list[Example], list[Example]]:
-    """The examples that compare plans, at most half, and those kept for the proof; groups stay together."""
+    """The examples that compare plans, at most half, and those of the proof; groups stay together."""
     count = min(count, len(examples) // 2)
     groups: dict[tuple[str, str], list[Example]] = {}
     for example in examples:
@@ -360,12 +360,12 @@ def _read(path: Path) -> str:
 _HIDDEN = ("last_hidden_state", "hidden_states")
 
 
-def divergence(given: Any, due: Any, mask: Tensor | None, *, several: bool = False) -> Tensor:
+def divergence(outputs: Any, target_outputs: Any, mask: Tensor | None, *, several: bool = False) -> Tensor:
     """The divergence of outputs from those of the base, per example.
 
     Args:
-        given: Outputs of a transformers model.
-        due: Outputs of its base for the same batch.
+        outputs: Outputs of a transformers model.
+        target_outputs: Outputs of its base for the same batch.
         mask: True at real tokens, [B, L]; None if all are.
         several: Whether the outputs are over labels that do not exclude each other.
 
@@ -375,8 +375,8 @@ def divergence(given: Any, due: Any, mask: Tensor | None, *, several: bool = Fal
         hidden states the relative error.
     """
     total: Any = 0.0
-    for name, target in _compared(due).items():
-        value = getattr(given, name)
+    for name, target in _compared(target_outputs).items():
+        value = getattr(outputs, name)
         if name in _HIDDEN:
             apart, size = ((value - target).float() * _rows(mask, target), target.float() * _rows(mask, target))
             total = total + apart.flatten(1).norm(dim=1) / size.flatten(1).norm(dim=1).clamp_min(1e-20)
@@ -392,14 +392,14 @@ def divergence(given: Any, due: Any, mask: Tensor | None, *, several: bool = Fal
     return total
 
 
-def surrogate(due: Any, mask: Tensor | None, generator: torch.Generator, *, several: bool = False) -> Tensor:
+def surrogate(target_outputs: Any, mask: Tensor | None, generator: torch.Generator, *, several: bool = False) -> Tensor:
     """A scalar whose squared gradient is, in expectation, the curvature of the divergence (the Fisher information).
 
-    For outputs over classes it is the loss of a label that is drawn from the model's own prediction: the labels of the
+    For outputs over classes it is the loss of a label that is drawn from the model's prediction: the labels of the
     data have almost no gradient once a model has learned them. For hidden states it is a random projection.
 
     Args:
-        due: Outputs of the base, with gradients.
+        target_outputs: Outputs of the base, with gradients.
         mask, several: As for `divergence`.
         generator: On the device of the outputs.
 
@@ -407,7 +407,7 @@ def surrogate(due: Any, mask: Tensor | None, generator: torch.Generator, *, seve
         The sum over the examples.
     """
     total: Any = 0.0
-    for name, target in _compared(due).items():
+    for name, target in _compared(target_outputs).items():
         if several and name not in _HIDDEN:
             drawn = torch.bernoulli(target.detach().float().sigmoid(), generator=generator)
             total = total + F.binary_cross_entropy_with_logits(target.float(), drawn, reduction="sum")
@@ -424,9 +424,9 @@ def surrogate(due: Any, mask: Tensor | None, generator: torch.Generator, *, seve
             if loss.dim() == 1:
                 total = total + loss.sum()
             else:
-                kept = torch.ones_like(loss) if mask is None or mask.shape != loss.shape else mask.float()
+                weights = torch.ones_like(loss) if mask is None or mask.shape != loss.shape else mask.float()
                 # The losses of tokens are independent: their variances add up, and the divergence is their mean.
-                total = total + (loss * kept / kept.sum(1, keepdim=True).clamp_min(1).sqrt()).sum()
+                total = total + (loss * weights / weights.sum(1, keepdim=True).clamp_min(1).sqrt()).sum()
     return total
 
 
@@ -506,7 +506,7 @@ class Judge:
 
     @property
     def examples_sha256(self) -> str:
-        """Hash of all inputs and labels by which plans are predicted and compared; those of the proof change neither."""
+        """Hash of all inputs and labels by which plans are predicted and compared, without those of the proof."""
         digest = hashlib.sha256()
         for part in (self.calibration, self.search):
             for batch in part.batches:
@@ -524,8 +524,8 @@ class Judge:
 
     def measure(self, model: Any, part: Part) -> Measured:
         """Compare a model with the base on a part of the data."""
-        apart, said = self._run(model, part)
-        loss, error = self._loss(said, part) if self.task is not None else (None, None)
+        apart, predictions = self._run(model, part)
+        loss, error = self._loss(predictions, part) if self.task is not None else (None, None)
         return Measured(float(apart.mean()), loss, error)
 
     def divergences(self, model: Any, part: Part) -> NDArray[np.float64]:
@@ -535,17 +535,17 @@ class Judge:
     @torch.inference_mode()
     def _run(self, model: Any, part: Part) -> tuple[NDArray[np.float64], list[Any]]:
         apart, several = np.zeros(part.inputs), kind_of_outputs(self.base.model.config) == SEVERAL
-        said: list[Any] = [None] * part.inputs
+        predictions: list[Any] = [None] * part.inputs
         for number, batch in enumerate(part.batches):
-            due = self._due(part, number)
+            base_outputs = self._base_outputs(part, number)
             outputs = model(**batch.inputs)
-            apart[batch.rows] = divergence(outputs, due, batch.mask, several=several).cpu().double().numpy()
-            for row, one in zip(batch.rows, self._said(model, outputs, part, batch), strict=True):
-                said[row] = one
-        return apart, said
+            apart[batch.rows] = divergence(outputs, base_outputs, batch.mask, several=several).cpu().double().numpy()
+            for row, one in zip(batch.rows, self._predictions(model, outputs, part, batch), strict=True):
+                predictions[row] = one
+        return apart, predictions
 
-    def _due(self, part: Part, number: int) -> Any:
-        """The base's outputs for a batch; kept if they are small."""
+    def _base_outputs(self, part: Part, number: int) -> Any:
+        """The base's outputs for a batch; stored if they are small."""
         known = self._known.setdefault(id(part), [])
         if number < len(known):
             return _Outputs(known[number])
@@ -555,7 +555,7 @@ class Judge:
             known.append(compared)
         return _Outputs(compared)
 
-    def _said(self, model: Any, outputs: Any, part: Part, batch: Batch) -> list[Any]:
+    def _predictions(self, model: Any, outputs: Any, part: Part, batch: Batch) -> list[Any]:
         if self.task is None:
             return [None] * len(batch.rows)
         task, read = self.of_task(part)
@@ -565,20 +565,20 @@ class Judge:
             outputs = task.outputs(model, placed(task.collate(encodings, self.processor), model))
         return task.predict(outputs, encodings, model.config)
 
-    def _loss(self, said: list[Any], part: Part) -> tuple[float, float]:
+    def _loss(self, predictions: list[Any], part: Part) -> tuple[float, float]:
         """Loss of the metric in points, and its standard error over the examples, or their groups."""
         task, read = self.of_task(part)
-        predictions = _combined(task, read, said)
+        predictions = _combined(task, read, predictions)
         metric = METRICS[task.metrics[0]]
         labels = [example.label for example in read.split.examples]
         evidence = metric.evidence(predictions, labels)
         if id(part) not in self._base_scores:
-            own: list[Any] = [None] * part.inputs
+            base_predictions: list[Any] = [None] * part.inputs
             for number, batch in enumerate(part.batches):
-                outputs = _Outputs(self._due(part, number))
-                for row, one in zip(batch.rows, self._said(self.base.model, outputs, part, batch), strict=True):
-                    own[row] = one
-            base = metric.evidence(_combined(task, read, own), labels)
+                outputs = _Outputs(self._base_outputs(part, number))
+                for row, one in zip(batch.rows, self._predictions(self.base.model, outputs, part, batch), strict=True):
+                    base_predictions[row] = one
+            base = metric.evidence(_combined(task, read, base_predictions), labels)
             self._base_scores[id(part)] = (base, metric.total(base))
         base, score = self._base_scores[id(part)]
         point = metric.acceptable(1.0, score)
@@ -592,7 +592,7 @@ class Judge:
 
 
 class _Outputs(dict[str, Tensor]):
-    """The kept outputs of a model, by name and as attributes."""
+    """Stored outputs of a model, by name and as attributes."""
 
     def __getattr__(self, name: str) -> Tensor:
         try:
@@ -601,10 +601,10 @@ class _Outputs(dict[str, Tensor]):
             raise AttributeError(name) from None
 
 
-def _combined(task: Task, read: Prepared, said: Sequence[Any]) -> list[Any]:
+def _combined(task: Task, read: Prepared, predictions: Sequence[Any]) -> list[Any]:
     pieces: list[list[Any]] = [[] for _ in read.split.examples]
     for row, owner in enumerate(read.owners):
-        pieces[owner].append(said[row])
+        pieces[owner].append(predictions[row])
     return [task.combine(example, some) for example, some in zip(read.split.examples, pieces, strict=True)]
 
 
@@ -613,7 +613,7 @@ _DRAWS = 4
 _SCHEMA = 1
 
 Damages = dict[str, list[NDArray[np.float64] | None]]
-"""Name of a candidate -> for each site the products of the effects of two heads, [H, H]; None where it cannot be used."""
+"""Name of a candidate -> for each site the products of the effects of two heads, [H, H]; None where it is unusable."""
 
 
 def measure_damage(
@@ -693,7 +693,7 @@ def load(path: Path, about: str) -> Damages:
             for name, sites in data["damages"].items()
         }
         known = data["about"]
-        # An earlier version kept no hash.
+        # Earlier versions stored no hash.
         if data.get("sha256") not in (None, fingerprint(data["damages"])):
             raise ValueError("its damages are not those that were measured")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -762,7 +762,7 @@ class Choice:
 
 
 class Composer:
-    """Makes models of one base by plans; their projections are the base's own tensors.
+    """Makes models of one base by plans; their projections are the tensors of the base.
 
     Args:
         base: The exact checkpoint.
@@ -808,8 +808,8 @@ class Composer:
             if (state := self.fitted.get((site.layer, choice.name))) is not None:
                 model.base_model.get_submodule(site.path).mechanism.load_state_dict(state)
         source = dataclasses.replace(self.base.source, raw=model.config.to_dict(), config=model.config, converted=True)
-        own = [state_sha256(mechanism) for mechanism in mechanisms(model) if mechanism.state_dict()]
-        return Checkpoint(source, model.eval(), fingerprint(self.base.weights_sha256, own))
+        states = [state_sha256(mechanism) for mechanism in mechanisms(model) if mechanism.state_dict()]
+        return Checkpoint(source, model.eval(), fingerprint(self.base.weights_sha256, states))
 
 
 # More partial plans than this are merged if their times differ by less than this share of the range of times.
@@ -860,10 +860,10 @@ def front(times: Floats, damages: Floats) -> Front:
         candidates = np.flatnonzero(open_)
         every_time = (time[:, None] + at_site[candidates]).ravel()
         every_damage = (damage[:, None] + lost[candidates]).ravel()
-        kept = _undominated(every_time, every_damage, range_)
-        rows, columns = np.divmod(kept, len(candidates))
+        undominated = _undominated(every_time, every_damage, range_)
+        rows, columns = np.divmod(undominated, len(candidates))
         chosen = np.column_stack([chosen[rows], candidates[columns].astype(np.int16)])
-        time, damage = every_time[kept], every_damage[kept]
+        time, damage = every_time[undominated], every_damage[undominated]
     return Front(time, damage, chosen)
 
 
@@ -871,12 +871,12 @@ def _undominated(times: Floats, damages: Floats, range_: float) -> NDArray[np.in
     """Indexes of the plans that no other beats, by rising time."""
     order = np.lexsort((damages, times))
     least = np.minimum.accumulate(damages[order])
-    kept = order[np.concatenate(([True], least[1:] < least[:-1]))]
-    if len(kept) > _MOST_STATES:
-        cells = np.floor((times[kept] - times[kept[0]]) / max(range_ * _RESOLUTION, 1e-300))
+    undominated = order[np.concatenate(([True], least[1:] < least[:-1]))]
+    if len(undominated) > _MOST_STATES:
+        cells = np.floor((times[undominated] - times[undominated[0]]) / max(range_ * _RESOLUTION, 1e-300))
         # The last plan of a cell has the least damage.
-        kept = kept[np.concatenate((cells[1:] != cells[:-1], [True]))]
-    return kept
+        undominated = undominated[np.concatenate((cells[1:] != cells[:-1], [True]))]
+    return undominated
 
 
 @dataclass(frozen=True)
@@ -884,7 +884,7 @@ class Exchange:
     """How many points of the task's metric a nat of divergence costs.
 
     The divergence of a plan is measured far more precisely than its score, and the two rise together, so the loss is
-    estimated from both: the measured one weighted by its error, the exchanged one by half its own size.
+    estimated from both: the measured one weighted by its error, the exchanged one by half its size.
     """
 
     rate: float
@@ -907,7 +907,7 @@ class Exchange:
         return (precise * one.loss + exchanged * expected) / (precise + exchanged)
 
 
-# The base as it is, beside the fastest exact attention.
+# The base as it is, which is compared with the fastest exact attention.
 _UNCHANGED = "unchanged"
 _ROUNDS, _SECONDS = 8, 0.5
 
@@ -939,7 +939,7 @@ class Costs:
 def measure_costs(
     composer: Composer, candidates: Sequence[Candidate], stage: SearchStage, *, seed: int, progress: Progress
 ) -> Costs:
-    """Time every candidate at all sites of a kind at once, beside the base and the base without attention.
+    """Time every candidate at all sites of a kind at once, with the base and the base without attention.
 
     Times are medians of interleaved rounds. Sites are of a kind if they have the same heads and the same form.
 
@@ -972,12 +972,12 @@ def measure_costs(
         machine,
         seed,
     )
-    kept = cache_folder() / "search" / f"{about}.json"
-    medians = _kept(kept, timed)
+    file = cache_folder() / "search" / f"{about}.json"
+    medians = _stored(file, timed)
     if medians is None:
         medians = _medians(composer, timed, stage, seed=seed, progress=progress)
         if not medians["crowded"]:
-            _keep(kept, medians)
+            _store(file, medians)
     saved = np.full((len(composer.anatomy.sites), len(candidates) + 1), np.inf)
     saved[:, -1] = 0.0
     names = {one.name: column for column, one in enumerate(candidates)}
@@ -1032,7 +1032,7 @@ def _medians(
     return medians
 
 
-def _kept(path: Any, timed: Mapping[str, Any]) -> dict[str, Any] | None:
+def _stored(path: Any, timed: Mapping[str, Any]) -> dict[str, Any] | None:
     try:
         medians = json.loads(path.read_text(encoding="utf-8"))
         return medians if medians.keys() >= {BASE, "ceiling", _UNCHANGED, "crowded", *timed} else None
@@ -1040,6 +1040,6 @@ def _kept(path: Any, timed: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
 
 
-def _keep(path: Any, medians: Mapping[str, Any]) -> None:
+def _store(path: Any, medians: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(medians))

@@ -81,7 +81,7 @@ class SearchStage(Model):
         calibration: Examples that weigh the errors of layers. Default: 64, or all that compare plans.
         examples: Examples that compare plans, at most half.
         proof: Other examples that prove the plan, at most.
-        front: Plans for other budgets to measure beside it.
+        front: Plans for other budgets to measure as well.
         time_budget: Try no further plan after this time, e.g. 10m.
     """
 
@@ -124,7 +124,10 @@ class SearchStage(Model):
 def contradictions(stage: SearchStage) -> Iterator[str]:
     """What is wrong with options that are right one by one, a sentence each."""
     if stage.budget is None and stage.speed is None and stage.latency is None:
-        yield "Neither a loss nor a speed was given. Say what may be lost (loss<=0.5), how fast the plan must be (1.5x), or both."
+        yield (
+            "Neither a loss nor a speed was given. Say what may be lost (loss<=0.5), how fast the plan must be (1.5x), "
+            "or both."
+        )
     if stage.speed is not None and stage.latency is not None:
         yield f"Both a speed ({stage.speed}) and a latency ({stage.latency}) were given. Give one of them."
     if stage.task is not None and stage.text is not None:
@@ -133,9 +136,12 @@ def contradictions(stage: SearchStage) -> Iterator[str]:
         yield "Both mechanisms and candidates were given. Give one of them."
     bounded = stage.allowed and stage.allowed[0]
     if bounded == "loss" and stage.task is None:
-        yield f"The budget {stage.budget} is in points of a task, and no task was given. Name one, or bound kl or error."
+        yield f"The budget {stage.budget} is in points of a task, but no task was given. Name one, or bound kl or error."
     if bounded in ("kl", "error") and stage.task is not None:
-        yield f"The budget {stage.budget} is a divergence, but the task {stage.task} was given. Bound its loss, or leave the task out."
+        yield (
+            f"The budget {stage.budget} is a divergence, but the task {stage.task} was given. Bound its loss, or leave "
+            "the task out."
+        )
     for rule in stage.candidates or ():
         if (rule.layers, rule.heads, rule.exact_below) != ("all", "all", 0):
             yield (

@@ -1,4 +1,4 @@
-"""What a search found: the plan with its reasons and its proof, and the plans beside it."""
+"""What a search found: the plan with its reasons and its proof, and the plans it was compared with."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,7 +55,7 @@ class Proof:
             row.verdict != BUSY,
         )
 
-    def told(self, unit: str) -> str:
+    def phrase(self, unit: str) -> str:
         """As one phrase: `1.30× at −0.4 points (−0.9 to +0.1)`; a loss is negative."""
         speed = "out of memory" if self.speed is None else f"{self.speed:.2f}×"
         if not self.settled:
@@ -93,9 +93,9 @@ class Searched:
 
     Attributes:
         plan: The plan; None if exact attention everywhere is the answer.
-        feasible: Whether the proof meets the budget and the speed that were asked for.
+        feasible: Whether the proof meets the budget and the speed.
         interrupted: Whether the search was stopped before the proof.
-        asked: What was asked for, in words.
+        goal: The budget and the speed to reach, in words.
         unit: Unit of losses.
         layers: A reason for each layer.
         proof: Of the plan; None if the search was interrupted.
@@ -115,7 +115,7 @@ class Searched:
     plan: Plan | None
     feasible: bool
     interrupted: bool
-    asked: str
+    goal: str
     unit: str
     layers: list[LayerReason]
     proof: Proof | None
@@ -131,22 +131,22 @@ class Searched:
     notes: list[str] = field(default_factory=list)
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """The outcome in one sentence."""
         if self.interrupted:
-            return f"Interrupted before the proof. The best plan so far is not proven to meet: {self.asked}."
+            return f"Interrupted before the proof. The best plan so far is not proven to meet: {self.goal}."
         if self.proof is None:
-            return f"Infeasible: nothing found for {self.asked}; exact attention everywhere is best."
-        best = self.proof.told(self.unit)
+            return f"Infeasible: nothing found for {self.goal}; exact attention everywhere is best."
+        best = self.proof.phrase(self.unit)
         if self.feasible:
             share = "" if self.proof.share_of_ceiling is None else f", {self.proof.share_of_ceiling:.0%} of the ceiling"
-            return f"Found for {self.asked}: {best}, {self.proof.verdict}{share}."
-        return f"Infeasible: nothing found for {self.asked}; the best is {best}."
+            return f"Found for {self.goal}: {best}, {self.proof.verdict}{share}."
+        return f"Infeasible: nothing found for {self.goal}; the best is {best}."
 
     def to_data(self) -> dict[str, Any]:
         """As plain data, without the record's parts."""
         return {
-            "outcome": self.told,
+            "outcome": self.summary,
             "feasible": self.feasible,
             "interrupted": self.interrupted,
             "plan": None if self.plan is None else self.plan.to_data(),
@@ -168,7 +168,7 @@ class Searched:
         """
         if self.plan is None:
             raise ValueError("exact attention everywhere is not a plan")
-        head = [self.told, *self.notes, *(f"layer {one.layer}: {one.reason}" for one in self.layers)]
+        head = [self.summary, *self.notes, *(f"layer {one.layer}: {one.reason}" for one in self.layers)]
         comments = "".join(f"# {' '.join(line.split())}\n" for line in head)
         return comments + yaml.safe_dump({"rules": self.plan.to_data()}, sort_keys=False)
 
@@ -189,11 +189,11 @@ def reasons(
     made = []
     for layer, (name, some, gain, damage, why) in enumerate(zip(names, heads, saved, damages, refused, strict=True)):
         share = damage / total if total > 0 else 0.0
-        told = ranges(some) if some else "all"
+        heads_text = ranges(some) if some else "all"
         if name == "exact":
             reason = f"exact: {why}"
         else:
-            of_heads = "" if not some else f" on heads {told}"
+            of_heads = "" if not some else f" on heads {heads_text}"
             reason = f"{name}{of_heads}: saves {gain:.2f} ms for {share:.0%} of the plan's predicted damage"
-        made.append(LayerReason(layer, name, told, gain, share, reason))
+        made.append(LayerReason(layer, name, heads_text, gain, share, reason))
     return made

@@ -1,4 +1,4 @@
-"""Search the best mix of mechanisms within a budget, heal and fit what needs it, and prove it on examples that the search did not see."""
+"""Search the best mix of mechanisms within a budget, fit those that need it, and prove the mix on unseen examples."""
 
 import json
 import math
@@ -78,8 +78,8 @@ class Proven:
     divergences: dict[str, float]
     verified: dict[str, bool]
 
-    def given_to(self, outcome: Searched, models: Mapping[str, Checkpoint], chosen: str | None) -> Searched:
-        """Put everything into an outcome, whose own plan is called `found`."""
+    def fill(self, outcome: Searched, models: Mapping[str, Checkpoint], chosen: str | None) -> Searched:
+        """Put everything into an outcome; the chosen plan is called `found`."""
         names = {name: FOUND if name == chosen else name for name in self.proofs}
         order = sorted(names, key=lambda name: name != chosen)
 
@@ -156,7 +156,7 @@ def _within(interval: tuple[float, float] | None, bound: float | None) -> str:
 def quality(
     judge: Judge, models: Mapping[str, Checkpoint], margin: float | None, seed: int, progress: Progress
 ) -> Quality:
-    """Score the base and models on the proof; outputs are kept, so that a search goes on where it stopped.
+    """Score the base and models on the proof; outputs are stored, so that an interrupted search continues.
 
     Args:
         judge: Of a task.
@@ -220,15 +220,13 @@ def loss_in_points(entry: Quality, name: str) -> tuple[float, tuple[float, float
 def divergence_interval(judge: Judge, model: Any, seed: int) -> tuple[float, tuple[float, float] | None]:
     """The mean divergence on the proof, and its interval over inputs, which are rows of a text.
 
-    There is none for a single row, nor where no row changes at all: what nothing approximates says nothing of other
-    rows.
+    There is no interval for a single row, nor where no row changes: then nothing is known of other rows.
     """
     apart = judge.divergences(model, judge.proof)
     mean = float(apart.mean())
     if not apart.any():
         return mean, None
-    # Divergences have no upper bound: rows that are not seen may be as bad as the worst one that is, or not change at
-    # all.
+    # Divergences have no upper bound: an unseen row may be as bad as the worst one, or not change at all.
     stake = Stake(mean, float(apart.max()))
     return mean, score_interval(
         lambda rows: float(apart[rows].mean()), len(apart), seed=seed, stake=stake, bounds=(0.0, math.inf)
@@ -244,13 +242,13 @@ Advance = Callable[[int, int], None]
 def fit(
     composer: Composer, judge: Judge, running: dict[str, Any], file: Path, about: str, seed: int, advance: Advance
 ) -> None:
-    """Fit the mechanisms of uniform models in place, and keep their state for every mix.
+    """Fit the mechanisms of uniform models in place, and store their state for every mix.
 
     Args:
         composer: Makes the mixes; gets the state.
         judge: Its examples for comparing plans are what the mechanisms are fitted on.
         running: Name of a candidate -> a model with it at every site.
-        file: Keeps the state; read instead of fitting if it exists.
+        file: Stores the state; read instead of fitting if it exists.
         about: Hash of everything that the state depends on.
         seed: Seed of the order of examples.
         advance: Called with steps done and in all.
@@ -259,11 +257,11 @@ def fit(
         ApproxError: if the file is damaged, or its state was fitted for something else.
     """
     fitted = {name: model for name, model in running.items() if mechanism_parameters(model)}
-    kept = _read(file, about) if file.is_file() else {}
+    stored = _read(file, about) if file.is_file() else {}
     for number, (name, model) in enumerate(fitted.items()):
         sites = {site.layer: model.base_model.get_submodule(site.path) for site in composer.anatomy.sites}
         mechanisms = {layer: one.mechanism for layer, one in sites.items() if hasattr(one, "mechanism")}
-        if not kept:
+        if not stored:
             trainable = {parameter: parameter.requires_grad for parameter in model.parameters()}
             _train(model, judge, seed, lambda done, start=number: advance(start * _STEPS + done, len(fitted) * _STEPS))
             for parameter, before in trainable.items():
@@ -271,8 +269,8 @@ def fit(
             model.eval()
         for layer, mechanism in mechanisms.items():
             prefix = f"{name}/{layer}/"
-            if kept:
-                state = {key.removeprefix(prefix): value for key, value in kept.items() if key.startswith(prefix)}
+            if stored:
+                state = {key.removeprefix(prefix): value for key, value in stored.items() if key.startswith(prefix)}
                 try:
                     mechanism.load_state_dict(state)
                 except RuntimeError as error:
@@ -280,7 +278,7 @@ def fit(
             composer.fitted[layer, name] = {
                 key: value.detach().clone() for key, value in mechanism.state_dict().items()
             }
-    if fitted and not kept:
+    if fitted and not stored:
         state = {
             f"{name}/{layer}/{key}": value
             for (layer, name), values in composer.fitted.items()
@@ -336,7 +334,7 @@ def _train(model: Any, judge: Judge, seed: int, advance: Callable[[int], None]) 
                 judge.processor,
                 options,
                 folder=folder / "training",
-                # The scores before and after have a progress of their own.
+                # The scores before and after are not reported as steps.
                 progress=lambda what, done, total: advance(done) if what.startswith("transfer") else None,
             )
             return
@@ -540,7 +538,7 @@ def least_damage(
 
 
 def _likeliest(believed: Space, measured: Mapping[Choices, float], faster_than: float, bound: float) -> Choices | None:
-    """The plan to measure next: the fastest that is believed to be allowed, or the safest of those that would be an advance.
+    """The plan to measure next: the fastest believed to be within the bound, or the safest of the faster ones.
 
     Args:
         believed: Times and what is believed of the damages.
@@ -586,8 +584,8 @@ def _choices_of_row(choices: NDArray[np.int16], row: int | np.intp) -> Choices:
 MOST = 30
 
 
-class _Kept(BaseModel):
-    """The file of measured plans: each with its divergence, loss and standard error. An earlier version kept no hash of them."""
+class _MeasuredFile(BaseModel):
+    """The file of measured plans, each with its divergence, loss and standard error; earlier versions had no hash."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -603,7 +601,7 @@ class Trials:
         judge: Measures models.
         composer: Makes models.
         candidates: The candidates.
-        file: Keeps what was measured.
+        file: Stores the measurements.
         about: Hash of everything that measurements depend on.
         progress: Called with what happens, done and total.
 
@@ -721,28 +719,28 @@ class Trials:
         """Take over what an earlier search measured.
 
         Raises:
-            ApproxError: if that was a search of something else.
+            ApproxError: if the file belongs to another search.
         """
         if not self._file.is_file():
             return
         try:
-            kept = _Kept.model_validate_json(self._file.read_bytes())
+            stored = _MeasuredFile.model_validate_json(self._file.read_bytes())
         except ValidationError as error:
             raise self._damaged(first_mistake(error)) from None
-        if kept.about != self._about:
+        if stored.about != self._about:
             raise ApproxError(
                 f"{self._file.parent} holds a search of another model, other candidates or other examples. Choose "
                 "another output, or start over with --force.",
                 Exit.REFUSED,
             )
-        if kept.sha256 not in (None, fingerprint(kept.plans)):
+        if stored.sha256 not in (None, fingerprint(stored.plans)):
             raise self._damaged("its plans are not those that were measured")
         sites, last = len(self.composer.anatomy.sites), len(self.candidates)
         if wrong := next(
-            (plan for plan, _ in kept.plans if len(plan) != sites or not all(0 <= n <= last for n in plan)), None
+            (plan for plan, _ in stored.plans if len(plan) != sites or not all(0 <= n <= last for n in plan)), None
         ):
             raise self._damaged(f"there is no plan {shown(wrong)}")
-        self.measured = {plan: Measured(*values) for plan, values in kept.plans}
+        self.measured = {plan: Measured(*values) for plan, values in stored.plans}
         self.divergences = {plan: one.divergence for plan, one in self.measured.items()}
 
     def _damaged(self, reason: str) -> ApproxError:
@@ -763,7 +761,10 @@ SENSITIVITIES, MEASURED, FITTED = "sensitivities.json", "measured.json", "fitted
 _BEFORE_PROOF = 0.6
 # Predicted times are this much too optimistic at most.
 _RESERVE = 0.02
-_HEALED = "The figures are after attention transfer. Convert by the plan, then fit it: approx finetune converted --recover transfer."
+_HEALED = (
+    "The figures are after attention transfer. Convert by the plan, then fit it: approx finetune converted --recover "
+    "transfer."
+)
 # Finalists lose at most these shares of the budget by estimate.
 _SAFER = (0.5, 0.25)
 
@@ -774,8 +775,8 @@ class Search:
     Args:
         base: The exact checkpoint.
         stage: Its options.
-        folder: Where sensitivities and measurements are kept.
-        resume: Whether to use those that are there.
+        folder: Stores sensitivities and measurements.
+        resume: Whether to use what the folder holds already.
         seed: Seed of everything random.
         progress: Called with what happens, done and total.
     """
@@ -817,7 +818,7 @@ class Search:
         """Search; after Ctrl-C the outcome is the best plan so far.
 
         Raises:
-            ApproxError: if nothing could be as fast as asked (exit code 7).
+            ApproxError: if nothing can reach the speed (exit code 7).
         """
         costs = cost.measure_costs(
             self.composer,
@@ -840,9 +841,9 @@ class Search:
 
     def damages(self) -> NDArray[np.float64]:
         """Predicted damage of each candidate at each site, [sites, candidates]; the last changes nothing."""
-        kept = self.folder / SENSITIVITIES
-        if self.known is None and kept.is_file():
-            self.know(kept)
+        file = self.folder / SENSITIVITIES
+        if self.known is None and file.is_file():
+            self.know(file)
         running: dict[str, Any] = {}
         if self.stage.heal or self.known is None:
             whole = [one for one in self.candidates if one.heads is None]
@@ -865,7 +866,7 @@ class Search:
             self.seed,
             lambda done, total: self.progress("measure the sensitivities", done, total),
         )
-        cost.save(kept, self.about, found)
+        cost.save(file, self.about, found)
         table = np.full((len(self.facts.sites), len(self.candidates) + 1), np.inf)
         table[:, -1] = 0.0
         for column, one in enumerate(self.candidates):
@@ -877,11 +878,11 @@ class Search:
         return table
 
     def _longest(self, costs: cost.Costs) -> float | None:
-        """The time that a plan may add to the base, by the speed asked for; None without one."""
+        """The time that a plan may add to the base, by the speed to reach; None without one."""
         if self.stage.speed is None and self.stage.latency is None:
             return None
         if self.stage.latency is not None:
-            wanted, asked = read_latency(self.stage.latency), f"a latency of {self.stage.latency}"
+            wanted, goal = read_latency(self.stage.latency), f"a latency of {self.stage.latency}"
             if wanted >= costs.exact:
                 raise ApproxError(
                     f"Exact attention takes {costs.exact:.3g} ms at {self.stage.length} tokens, within "
@@ -889,7 +890,7 @@ class Search:
                     Exit.REFUSED,
                 )
         else:
-            wanted, asked = costs.exact / read_speed(self.stage.speed or ""), f"a speed of {self.stage.speed}"
+            wanted, goal = costs.exact / read_speed(self.stage.speed or ""), f"a speed of {self.stage.speed}"
         fastest = costs.unchanged + float(np.where(np.isfinite(costs.saved), costs.saved, np.inf).min(1).sum())
         for reached, what in (
             (costs.ceiling, "even without any attention"),
@@ -897,7 +898,7 @@ class Search:
         ):
             if wanted < reached:
                 raise ApproxError(
-                    f"Infeasible: {asked} at {self.stage.length} tokens was asked for, but {what} is "
+                    f"Infeasible: the goal is {goal} at {self.stage.length} tokens, but {what} is "
                     f"{costs.speed(reached):.2f}× ({reached:.3g} ms; exact attention takes {costs.exact:.3g} ms). Ask "
                     "for less, or for longer inputs.",
                     Exit.THRESHOLD,
@@ -940,7 +941,7 @@ class Search:
         finalists = [min(self.trials.measured, key=self.trials.loss)] if best is None else self._finalists(best)
         labels = {f"finalist {number + 1}": plan for number, plan in enumerate(finalists)}
         if self.stage.seconds is None or self._elapsed() < self.stage.seconds:
-            for name, plan in self._beside(plans).items():
+            for name, plan in self._compared_plans(plans).items():
                 if plan not in labels.values():
                     labels[name] = plan
         rules = {name: self.composer.plan(self.trials.choices(plan)) for name, plan in labels.items()}
@@ -950,14 +951,14 @@ class Search:
         named = [name for name in models if name.startswith("finalist")]
         meeting = [name for name in named if self._meets(proven.proofs[name])]
         chosen = max(meeting, key=lambda name: proven.proofs[name].speed or 0.0, default=None)
-        feasible, told = chosen is not None, chosen
+        feasible, reported = chosen is not None, chosen
         if chosen is None and named:
-            told = min(named, key=lambda name: proven.proofs[name].loss)
+            reported = min(named, key=lambda name: proven.proofs[name].loss)
         outcome = self._outcome(
-            labels[told] if told else None, proven.proofs[told] if told else None, feasible=feasible
+            labels[reported] if reported else None, proven.proofs[reported] if reported else None, feasible=feasible
         )
-        outcome.notes += self._better(proven.proofs, told)
-        return proven.given_to(outcome, models, told)
+        outcome.notes += self._better(proven.proofs, reported)
+        return proven.fill(outcome, models, reported)
 
     def _better(self, proofs: Mapping[str, Proof], chosen: str | None) -> list[str]:
         """A note if a uniform plan turned out faster than the chosen one, and within the budget.
@@ -969,10 +970,13 @@ class Search:
         best = max(names, key=lambda name: proofs[name].speed or 0.0, default=None)
         if best is None or (proofs[best].speed or 0.0) <= speed:
             return []
-        told = f"{best} in every layer met the goal and was faster: {proofs[best].told(self.judge.unit)}. It is the best of "
-        return [f"{told}{len(self.candidates)} uniform plans on these examples, so evaluate it on others."]
+        figures = proofs[best].phrase(self.judge.unit)
+        return [
+            f"{best} in every layer met the goal and was faster: {figures}. It is the best of {len(self.candidates)} "
+            "uniform plans on these examples, so evaluate it on others."
+        ]
 
-    def _beside(self, plans: Front) -> dict[str, Choices]:
+    def _compared_plans(self, plans: Front) -> dict[str, Choices]:
         """Every uniform plan, and plans of the front for other budgets."""
         last = len(self.candidates)
         named = {
@@ -999,12 +1003,12 @@ class Search:
         self, plan: Choices | None, proof: Proof | None, *, feasible: bool = False, interrupted: bool = False
     ) -> Searched:
         trials = self.trials
-        asked = " and ".join(text for text in (self.stage.budget, self.stage.speed, self.stage.latency) if text)
+        goal = " and ".join(text for text in (self.stage.budget, self.stage.speed, self.stage.latency) if text)
         return Searched(
             plan=None if plan is None else self.composer.plan(trials.choices(plan)),
             feasible=feasible,
             interrupted=interrupted,
-            asked=f"{asked} at {self.stage.length} tokens",
+            goal=f"{goal} at {self.stage.length} tokens",
             unit=self.judge.unit,
             layers=[] if plan is None else trials.reasons(plan),
             proof=proof,
@@ -1046,5 +1050,5 @@ def _fitting(plans: Front, longest: float | None) -> Front:
     # The last fast plan of a cell has the least damage.
     last = np.concatenate((cells[1:] != cells[:-1], [True]))
     last[np.flatnonzero(fast)[-1:]] = True
-    kept = fast & last
-    return Front(plans.times[kept], plans.damages[kept], plans.choices[kept])
+    chosen = fast & last
+    return Front(plans.times[chosen], plans.damages[chosen], plans.choices[chosen])

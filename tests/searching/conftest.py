@@ -36,7 +36,7 @@ class Clock:
             all.
         crowded: Whether other programs used the machine.
         out_of_memory: Whether exact attention has no room.
-        late: Milliseconds by which plans are slower in the proof than their prices said.
+        late: Milliseconds by which plans are slower in the proof than predicted.
         raced: The models, the grid and the texts of each call.
         seeds: Its seed.
     """

@@ -73,7 +73,7 @@ def test_a_large_front_is_as_good_as_another_solver():
             bounds=Bounds(0, 1),
             constraints=[LinearConstraint(one_each, 1, 1), LinearConstraint(times.ravel(), -np.inf, bound)],
         )
-        # Beyond 20,000 partial plans, times are told apart to a thousandth of a per cent of their range.
+        # Beyond 20,000 partial plans, times are distinguished to a thousandth of a per cent of their range.
         assert mine == pytest.approx(solved.fun, rel=0.01)
         assert mine >= solved.fun - 1e-9
 

@@ -90,7 +90,7 @@ def test_feature_maps_are_tried_only_after_fitting_or_by_name():
     assert [one.rule.settings for one in named(mechanisms="linear")] == list(LADDERS["linear"])
 
 
-def test_what_is_asked_for_by_name_is_tried_once_at_every_setting():
+def test_tries_named_mechanisms_once_at_every_setting():
     found = named(mechanisms=["local", "block", "local"])
     assert [one.name for one in found] == ["local 32", "local 64", "local 128", "block"]
     assert [one.rule for one in found[:3]] == [Rule("local", settings=settings) for settings in LADDERS["local"]]
@@ -136,7 +136,7 @@ def test_no_site_becomes_what_it_cannot_run():
     assert separated.on(site)
     assert not separated.on(replace(site, fixed_length=16))
     assert block.on(replace(site, fixed_length=16))
-    # A cache of a layer that decodes has none either.
+    # A layer that decodes with a cache cannot run it either.
     assert not separated.on(replace(site, causal=True))
     assert block.on(replace(site, causal=True))
     with pytest.raises(ApproxError, match="window"):
@@ -144,7 +144,7 @@ def test_no_site_becomes_what_it_cannot_run():
 
 
 @pytest.mark.parametrize(
-    ("options", "said", "code"),
+    ("options", "message", "code"),
     [
         ({"mechanisms": "locl"}, "Unknown mechanism 'locl'. Did you mean 'local'", Exit.USAGE),
         ({"mechanisms": "sinks"}, "sinks", Exit.UNSUPPORTED),
@@ -152,7 +152,7 @@ def test_no_site_becomes_what_it_cannot_run():
         ({"candidates": [Rule("block"), Rule("block")]}, "The candidate block is listed twice", Exit.USAGE),
     ],
 )
-def test_refuses_what_no_layer_can_become(options, said, code):
-    with pytest.raises(ApproxError, match=said) as caught:
+def test_refuses_what_no_layer_can_become(options, message, code):
+    with pytest.raises(ApproxError, match=message) as caught:
         named(**options)
     assert caught.value.exit_code == code

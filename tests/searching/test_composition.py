@@ -54,8 +54,8 @@ def test_a_made_model_shares_the_weights_and_leaves_the_base_alone(base, facts):
     assert not hasattr(base.model.config, "approx")
     names = [type(one.mechanism).__name__ for one in (made.model.bert.encoder.layer[n].attention.self for n in (0, 2))]
     assert names == ["LocalAttention", "BlockAttention"]
-    shared, own = dict(base.model.named_parameters()), dict(made.model.named_parameters())
-    assert all(own[name] is shared[name] for name in shared)
+    shared, changed = dict(base.model.named_parameters()), dict(made.model.named_parameters())
+    assert all(changed[name] is shared[name] for name in shared)
     assert not made.model.training
     assert made.source.raw["approx"]["sites"].keys() == made.model.config.approx["sites"].keys()
     assert composer.make(choices(None, None, None)) is base
@@ -65,7 +65,7 @@ def test_models_with_other_state_have_other_identities(base, facts):
     composer = Composer(base, facts)
     drawn = Candidate("performer", Rule("performer", settings={"features": 8}))
     hashes = {composer.make(composer.everywhere(one)).weights_sha256 for one in (LOCAL, BLOCK)}
-    # Neither has tensors of its own.
+    # Neither adds tensors.
     assert len(hashes) == 1
     assert composer.make(composer.everywhere(drawn)).weights_sha256 not in hashes
 

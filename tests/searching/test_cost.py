@@ -78,7 +78,7 @@ def test_sites_of_another_form_are_timed_apart_and_not_where_a_mechanism_cannot_
     assert found.saved[:, 1].tolist() == [0.0] * len(forms)
 
 
-def test_times_are_kept_for_the_same_question_and_no_other(base, facts, clock):
+def test_stores_times_for_equal_arguments_only(base, facts, clock):
     first = measured(base, facts)
     again = measured(base, facts)
     assert len(clock.raced) == 1
@@ -117,7 +117,7 @@ def test_times_of_another_machine_are_measured_again(base, facts, clock, monkeyp
     assert len(clock.raced) == 2
 
 
-def test_times_of_a_busy_machine_are_not_kept(base, facts, clock):
+def test_does_not_store_times_of_a_busy_machine(base, facts, clock):
     clock.crowded = True
     assert measured(base, facts).crowded
     clock.crowded = False
@@ -130,8 +130,8 @@ def test_times_of_a_busy_machine_are_not_kept(base, facts, clock):
 )
 def test_a_damaged_file_of_times_is_measured_again(base, facts, clock, own_cache, text):
     found = measured(base, facts)
-    (kept,) = (own_cache / "search").glob("*.json")
-    kept.write_text(text, encoding="utf-8")
+    (file,) = (own_cache / "search").glob("*.json")
+    file.write_text(text, encoding="utf-8")
     assert np.array_equal(measured(base, facts).saved, found.saved)
     assert len(clock.raced) == 2
 

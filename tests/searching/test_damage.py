@@ -16,16 +16,18 @@ from .conftest import CANDIDATES
 
 @pytest.fixture(scope="module")
 def found(base, facts, text):
-    """Damages of two candidates, the judge, and what was said."""
+    """Damages of two candidates, the judge, and the reported progress."""
     judge = Judge(base, SearchStage(length=24, budget="kl<=1", text=str(text), examples=12, calibration=12), 0)
-    composer, said = Composer(base, facts), []
+    composer, reported = Composer(base, facts), []
     running = {one.name: composer.make(composer.everywhere(one)).model for one in CANDIDATES[:2]}
     for parameter in itertools.islice(base.model.parameters(), 3):
         parameter.requires_grad_(False)
-    made = measure_damage(base.model, facts, running, judge.calibration.batches, 0, lambda *words: said.append(words))
+    made = measure_damage(
+        base.model, facts, running, judge.calibration.batches, 0, lambda *words: reported.append(words)
+    )
     again = measure_damage(base.model, facts, running, judge.calibration.batches, 0, lambda *words: None)
     other = measure_damage(base.model, facts, running, judge.calibration.batches, 1, lambda *words: None)
-    return made, again, other, judge, composer, said
+    return made, again, other, judge, composer, reported
 
 
 def test_damages_rank_layers_and_candidates_as_measurements_do(found, base):
@@ -43,10 +45,10 @@ def test_damages_rank_layers_and_candidates_as_measurements_do(found, base):
 
 
 def test_damages_repeat_with_their_seed_and_leave_the_model_as_it_was(found, base):
-    made, again, other, _, _, said = found
+    made, again, other, _, _, reported = found
     assert all(np.array_equal(x, y) for x, y in zip(made["local 1"], again["local 1"], strict=True))
     assert not all(np.array_equal(x, y) for x, y in zip(made["local 1"], other["local 1"], strict=True))
-    assert said == [*((number, 12) for number in range(12)), (12, 12)]
+    assert reported == [*((number, 12) for number in range(12)), (12, 12)]
     assert [parameter.requires_grad for parameter in base.model.parameters()][:4] == [False, False, False, True]
     assert all(parameter.grad is None for parameter in base.model.parameters())
     for parameter in base.model.parameters():
@@ -151,7 +153,7 @@ def test_the_error_of_a_head_is_charged_to_that_head(base, facts, text):
     """With the output projection of one head at zero, nothing that it computes reaches the outputs."""
     judge = Judge(base, SearchStage(length=24, budget="kl<=1", text=str(text), examples=3), 0)
     weight = base.model.bert.encoder.layer[1].attention.output.dense.weight
-    kept = weight.detach().clone()
+    before = weight.detach().clone()
     composer = Composer(base, facts)
     running = {"a": composer.make(composer.everywhere(CANDIDATES[0])).model}
     try:
@@ -162,7 +164,7 @@ def test_the_error_of_a_head_is_charged_to_that_head(base, facts, text):
         )
     finally:
         with torch.no_grad():
-            weight.copy_(kept)
+            weight.copy_(before)
     assert products[2] == pytest.approx(np.zeros(4), abs=1e-12)
     assert np.all(np.delete(np.diag(products), 2) > 0)
 

@@ -20,44 +20,47 @@ class Outputs(SimpleNamespace):
 def test_classes_and_tokens_diverge_by_their_mean_kl(shape):
     torch.manual_seed(0)
     mask = None if len(shape) == 2 else torch.arange(7).expand(3, 7) < torch.tensor([[7], [4], [1]])
-    due, given = Outputs(logits=torch.randn(shape)), Outputs(logits=torch.randn(shape))
-    p, q = due.logits.double().softmax(-1), given.logits.double().softmax(-1)
+    target, outputs = Outputs(logits=torch.randn(shape)), Outputs(logits=torch.randn(shape))
+    p, q = target.logits.double().softmax(-1), outputs.logits.double().softmax(-1)
     per_token = (p * (p / q).log()).sum(-1)
     expected = per_token if mask is None else (per_token * mask).sum(1) / mask.sum(1)
-    assert torch.allclose(divergence(given, due, mask).double(), expected, rtol=1e-5)
-    assert torch.equal(divergence(due, due, mask), torch.zeros(3))
+    assert torch.allclose(divergence(outputs, target, mask).double(), expected, rtol=1e-5)
+    assert torch.equal(divergence(target, target, mask), torch.zeros(3))
 
 
 def test_labels_that_do_not_exclude_each_other_diverge_by_the_sum_of_their_kl():
     torch.manual_seed(0)
-    due, given = Outputs(logits=torch.randn(3, 5)), Outputs(logits=torch.randn(3, 5))
-    p, q = due.logits.double().sigmoid(), given.logits.double().sigmoid()
+    target, outputs = Outputs(logits=torch.randn(3, 5)), Outputs(logits=torch.randn(3, 5))
+    p, q = target.logits.double().sigmoid(), outputs.logits.double().sigmoid()
     expected = (p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()).sum(-1)
-    assert torch.allclose(divergence(given, due, None, several=True).double(), expected, rtol=1e-5)
-    assert torch.equal(divergence(due, due, None, several=True), torch.zeros(3))
+    assert torch.allclose(divergence(outputs, target, None, several=True).double(), expected, rtol=1e-5)
+    assert torch.equal(divergence(target, target, None, several=True), torch.zeros(3))
 
 
 def test_padding_does_not_count_for_answers():
     torch.manual_seed(0)
     mask = torch.tensor([[True, True, True, False, False]])
-    due, given = torch.randn(2, 1, 5).unbind(0)
-    changed = given.clone()
+    target, outputs = torch.randn(2, 1, 5).unbind(0)
+    changed = outputs.clone()
     changed[:, 3:] += 100
     of = [
-        divergence(Outputs(start_logits=x, end_logits=x), Outputs(start_logits=due, end_logits=due), mask)
-        for x in (given, changed)
+        divergence(Outputs(start_logits=x, end_logits=x), Outputs(start_logits=target, end_logits=target), mask)
+        for x in (outputs, changed)
     ]
     assert torch.equal(*of)
-    p, q = due[:, :3].double().softmax(-1), given[:, :3].double().softmax(-1)
+    p, q = target[:, :3].double().softmax(-1), outputs[:, :3].double().softmax(-1)
     assert torch.allclose(of[0].double(), 2 * (p * (p / q).log()).sum(-1), rtol=1e-5)
 
 
 def test_hidden_states_diverge_by_their_relative_error_and_numbers_by_their_square():
     torch.manual_seed(0)
-    due, given = torch.randn(2, 2, 4, 6).unbind(0)
+    target, outputs = torch.randn(2, 2, 4, 6).unbind(0)
     mask = torch.tensor([[True] * 4, [True, True, False, False]])
-    expected = [float((given - due)[0].norm() / due[0].norm()), float((given - due)[1, :2].norm() / due[1, :2].norm())]
-    apart = divergence(Outputs(last_hidden_state=given), Outputs(last_hidden_state=due), mask)
+    expected = [
+        float((outputs - target)[0].norm() / target[0].norm()),
+        float((outputs - target)[1, :2].norm() / target[1, :2].norm()),
+    ]
+    apart = divergence(Outputs(last_hidden_state=outputs), Outputs(last_hidden_state=target), mask)
     assert apart.tolist() == pytest.approx(expected, rel=1e-5)
     assert divergence(Outputs(logits=torch.tensor([[2.0]])), Outputs(logits=torch.tensor([[0.5]])), None).tolist() == [
         2.25
@@ -88,8 +91,8 @@ def test_the_squared_gradient_of_the_surrogate_is_twice_the_divergence_of_a_smal
     generator = torch.Generator().manual_seed(0)
     draws, total = 1500, torch.zeros(2, dtype=torch.float64)
     for _ in range(draws):
-        own = logits.clone().requires_grad_()
-        (gradient,) = torch.autograd.grad(surrogate(Outputs(logits=own), mask, generator, several=several), [own])
+        leaf = logits.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(surrogate(Outputs(logits=leaf), mask, generator, several=several), [leaf])
         total += (gradient * change).flatten(1).sum(1).square()
     exact = divergence(Outputs(logits=logits + change), Outputs(logits=logits), mask, several=several).double()
     # The mean of 1,500 squares is known to about 5 %; terms of third order add half as much.
@@ -105,10 +108,10 @@ def test_the_squared_gradient_of_numbers_and_hidden_states_is_their_squared_chan
         change = torch.randn(value.shape, dtype=torch.float64)
         total = torch.zeros(2, dtype=torch.float64)
         for _ in range(1500):
-            own = value.clone().requires_grad_()
-            (gradient,) = torch.autograd.grad(surrogate(Outputs(**{name: own}), real, generator), [own])
+            leaf = value.clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(surrogate(Outputs(**{name: leaf}), real, generator), [leaf])
             total += (gradient * change).flatten(1).sum(1).square()
-        kept = change if real is None else change * real[:, :, None]
+        real_change = change if real is None else change * real[:, :, None]
         size = 1 if real is None else (value * real[:, :, None]).flatten(1).square().sum(1)
         # For hidden states of their relative change, without the padding.
-        assert torch.allclose(total / 1500, kept.flatten(1).square().sum(1) / size, rtol=0.2)
+        assert torch.allclose(total / 1500, real_change.flatten(1).square().sum(1) / size, rtol=0.2)

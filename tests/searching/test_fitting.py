@@ -48,28 +48,28 @@ def test_examples_of_several_windows_keep_their_windows_in_order(judge, base):
 
 def test_mechanisms_come_nearer_and_are_read_back_by_the_next_search(judge, base, facts, tmp_path, monkeypatch):
     monkeypatch.setattr(search, "_STEPS", 12)
-    said = []
+    reported = []
 
     def fitted(file):
         composer = Composer(base, facts)
         running = {one.name: composer.make(composer.everywhere(one)).model for one in (CANDIDATES[0], HEDGEHOG)}
         before = judge.measure(running[HEDGEHOG.name], judge.search).divergence
-        fit(composer, judge, running, file, "about", 0, lambda *words: said.append(words))
+        fit(composer, judge, running, file, "about", 0, lambda *words: reported.append(words))
         return composer, running[HEDGEHOG.name], before
 
     file = tmp_path / "out" / "fitted.safetensors"
     composer, model, before = fitted(file)
     assert judge.measure(model, judge.search).divergence < before
-    assert said[-1] == (12, 12)
-    assert [done for done, _ in said] == sorted(done for done, _ in said)
+    assert reported[-1] == (12, 12)
+    assert [done for done, _ in reported] == sorted(done for done, _ in reported)
     # Local windows have nothing to fit.
     assert composer.fitted.keys() == {(layer, HEDGEHOG.name) for layer in range(3)}
     assert all(parameter.requires_grad for parameter in model.parameters())
     assert not model.training
     assert len(load_file(file)) == sum(len(state) for state in composer.fitted.values())
-    said.clear()
+    reported.clear()
     again, other, _ = fitted(file)
-    assert said == []
+    assert reported == []
     for (layer, _), state in again.fitted.items():
         for name, value in state.items():
             assert torch.equal(value, composer.fitted[layer, HEDGEHOG.name][name])
@@ -126,10 +126,10 @@ def test_fits_on_the_text_that_compares_plans_and_not_on_that_of_the_proof(base,
         stage = SearchStage(length=24, budget="kl<=1", text=str(tmp_path / f"{name}.txt"), examples=6)
         composer = Composer(base, facts)
         running = {HEDGEHOG.name: composer.make(composer.everywhere(HEDGEHOG)).model}
-        said: list[tuple[int, int]] = []
+        reported: list[tuple[int, int]] = []
         file = tmp_path / f"{name}.safetensors"
-        fit(composer, Judge(base, stage, 0), running, file, "about", 0, lambda *at: said.append(at))
-        assert said[-1] == (4, 4)
+        fit(composer, Judge(base, stage, 0), running, file, "about", 0, lambda *at: reported.append(at))
+        assert reported[-1] == (4, 4)
         return load_file(file)
 
     # Six rows of 22 words, and their special tokens, compare plans.

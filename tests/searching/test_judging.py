@@ -48,16 +48,16 @@ def logits(model, part):
 
 
 @pytest.mark.parametrize("name", ["search", "proof"])
-def test_divergence_and_loss_are_of_the_part_that_is_asked_for(judge, base, converted, name):
+def test_divergence_and_loss_use_the_chosen_part(judge, base, converted, name):
     part = getattr(judge, name)
-    due, given = logits(base.model, part).log_softmax(-1), logits(converted, part).log_softmax(-1)
-    apart = (due.exp() * (due - given)).sum(-1).numpy()
+    target, outputs = logits(base.model, part).log_softmax(-1), logits(converted, part).log_softmax(-1)
+    apart = (target.exp() * (target - outputs)).sum(-1).numpy()
     found = judge.measure(converted, part)
     assert found.divergence == pytest.approx(apart.mean(), rel=1e-4)
     assert judge.divergences(converted, part) == pytest.approx(apart, rel=1e-3, abs=1e-6)
     labels = np.array([example.label for example in part.prepared.split.examples])
     owned = labels[part.prepared.owners]
-    right = [(x.argmax(-1).numpy() == owned).astype(float) for x in (due, given)]
+    right = [(x.argmax(-1).numpy() == owned).astype(float) for x in (target, outputs)]
     # The loss is what the base has more, in points of accuracy.
     assert found.loss == pytest.approx(100 * (right[0].mean() - right[1].mean()))
     paired = 100 * (right[0] - right[1])
@@ -67,30 +67,28 @@ def test_divergence_and_loss_are_of_the_part_that_is_asked_for(judge, base, conv
 def test_labels_that_do_not_exclude_each_other_are_compared_one_by_one(base, text, converted, monkeypatch):
     monkeypatch.setattr(base.model.config, "problem_type", "multi_label_classification")
     judge = Judge(base, SearchStage(length=24, budget="kl<=1", text=str(text), examples=4), 0)
-    due, given = logits(base.model, judge.search), logits(converted, judge.search)
-    expected = divergence_of_labels(given, due).numpy()
+    target, outputs = logits(base.model, judge.search), logits(converted, judge.search)
+    expected = divergence_of_labels(outputs, target).numpy()
     assert judge.divergences(converted, judge.search) == pytest.approx(expected, rel=1e-3, abs=1e-6)
 
 
-def test_a_task_that_makes_its_own_outputs_makes_them_with_the_model_that_is_judged(
-    judge, base, converted, monkeypatch
-):
-    expected, asked = judge.measure(converted, judge.search), []
+def test_task_with_custom_outputs_computes_them_with_the_judged_model(judge, base, converted, monkeypatch):
+    expected, models = judge.measure(converted, judge.search), []
 
     def outputs(self, model, inputs):
-        asked.append(model)
+        models.append(model)
         return model(**inputs)
 
     monkeypatch.setattr(type(judge.task), "outputs", outputs)
     assert judge.measure(converted, judge.search) == expected
-    assert asked == [converted] * len(judge.search.batches)
+    assert models == [converted] * len(judge.search.batches)
 
 
 def test_predictions_of_windows_are_combined_with_their_example():
     examples = [Example(str(n), {"context": text}, []) for n, text in enumerate(("the film", "an actor"))]
     read: Any = SimpleNamespace(split=Split("dev", examples, False), owners=[0, 1, 1])
-    said = [{"spans": [(score, 0, end)], "none": 0.0} for score, end in ((1.0, 3), (1.0, 2), (2.0, 8))]
-    assert _combined(open_task("squad"), read, said) == ["the", "an actor"]
+    predictions = [{"spans": [(score, 0, end)], "none": 0.0} for score, end in ((1.0, 3), (1.0, 2), (2.0, 8))]
+    assert _combined(open_task("squad"), read, predictions) == ["the", "an actor"]
 
 
 def test_the_base_loses_nothing(judge, base):
@@ -152,7 +150,7 @@ def test_a_lower_perplexity_is_no_loss(tmp_path):
 
 
 def test_the_error_of_a_loss_counts_groups_and_not_their_copies(base, converted, tmp_path):
-    """Twenty sentences, each three times in a group of its own, are as good as twenty."""
+    """Twenty sentences, each three times in one group, are as good as twenty."""
     random = np.random.default_rng(1)
     rows = [f"{' '.join(random.choice(WORDS[4:], random.integers(6, 40)))}\t{random.integers(2)}" for _ in range(40)]
     copies = [f"{row}\t{number}" for number, row in enumerate(rows) for _ in range(3)]
@@ -174,7 +172,7 @@ def test_the_error_of_a_loss_counts_groups_and_not_their_copies(base, converted,
     assert 0 < found.error == pytest.approx(each.std() / np.sqrt(20), rel=0.25)
 
 
-def test_what_was_read_has_one_hash_and_what_else_is_read_another(base, sentences, text, tmp_path):
+def test_hash_follows_the_examples(base, sentences, text, tmp_path):
     task: dict[str, Any] = {"task": "glue/sst2", "data": str(sentences), "split": "dev", "budget": "loss<=1"}
 
     def of(seed: int = 0, **options: Any) -> str:

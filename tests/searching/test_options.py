@@ -1,4 +1,4 @@
-"""What may be asked of a search: budgets, speeds, latencies, and what contradicts itself."""
+"""Options of a search: budgets, speeds, latencies, and contradictions."""
 
 import pytest
 from pydantic import ValidationError
@@ -42,7 +42,7 @@ LATENCY = {"speed": None, "latency": "1ms"}
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "messages"),
     [
         ({}, []),
         ({"speed": None}, ["Neither a loss nor a speed"]),
@@ -62,12 +62,12 @@ LATENCY = {"speed": None, "latency": "1ms"}
         ({"speed": None, "task": "needle", "text": "a.txt"}, ["Neither a loss", "Both a task"]),
     ],
 )
-def test_names_every_contradiction(options, said):
+def test_names_every_contradiction(options, messages):
     stage = SearchStage(**{"length": 8, "speed": "1.5x", **options})
     found = list(contradictions(stage))
-    assert len(found) == len(said)
-    assert all(words in one for one, words in zip(found, said, strict=True))
-    if not said:
+    assert len(found) == len(messages)
+    assert all(words in one for one, words in zip(found, messages, strict=True))
+    if not messages:
         check(stage)
         return
     with pytest.raises(ApproxError) as caught:
@@ -82,7 +82,7 @@ def test_bounds_and_times_are_read_from_their_texts():
     assert (free.allowed, free.seconds) == (None, None)
 
 
-def test_by_default_a_search_is_what_its_page_says():
+def test_defaults_match_the_documentation():
     stage = SearchStage(length=8, speed="2x")
     assert (stage.examples, stage.proof, stage.front, stage.batch, stage.granularity) == (300, 500, 5, 1, "layer")
     absent = ("task", "data", "split", "limit", "min_length", "text", "mechanisms", "candidates", "heal", "calibration")
@@ -110,10 +110,10 @@ def test_by_default_a_search_is_what_its_page_says():
         {"unknown": 1},
     ],
 )
-def test_what_no_search_can_be_is_refused(wrong):
+def test_refuses_impossible_searches(wrong):
     with pytest.raises(ValidationError):
         SearchStage(**{"length": 8, "speed": "2x", **wrong})
 
 
-def test_no_plan_beside_the_found_one_is_allowed():
+def test_front_may_be_zero():
     assert SearchStage(length=8, speed="2x", front=0).front == 0

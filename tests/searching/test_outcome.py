@@ -20,7 +20,7 @@ def searched(**more: Any) -> Searched:
         "plan": PLAN,
         "feasible": True,
         "interrupted": False,
-        "asked": "loss<=0.5 at 48 tokens",
+        "goal": "loss<=0.5 at 48 tokens",
         "unit": "points",
         "layers": [],
         "proof": PROOF,
@@ -42,8 +42,8 @@ def searched(**more: Any) -> Searched:
         ({"settled": False, "interval": None}, "1.30× (not settled: the machine was busy) at −0.4 points"),
     ],
 )
-def test_tells_speed_and_loss_in_a_phrase(changes, phrase):
-    assert replace(PROOF, **changes).told("points") == phrase
+def test_phrase_has_speed_and_loss(changes, phrase):
+    assert replace(PROOF, **changes).phrase("points") == phrase
 
 
 def test_a_proof_takes_its_times_from_the_race():
@@ -79,8 +79,8 @@ def test_a_proof_takes_its_times_from_the_race():
         ),
     ],
 )
-def test_tells_the_outcome_in_a_sentence(changes, sentence):
-    assert searched(**changes).told == sentence
+def test_summary_is_one_sentence(changes, sentence):
+    assert searched(**changes).summary == sentence
 
 
 def test_the_plan_is_read_back_below_its_reasons(tmp_path):
@@ -88,7 +88,7 @@ def test_the_plan_is_read_back_below_its_reasons(tmp_path):
     made = searched(layers=layers, notes=["a note"])
     text = made.to_yaml()
     head = [line for line in text.splitlines() if line.startswith("#")]
-    assert head == [f"# {made.told}", "# a note", "# layer 0: saves time"]
+    assert head == [f"# {made.summary}", "# a note", "# layer 0: saves time"]
     (tmp_path / "plan.yaml").write_text(text, encoding="utf-8")
     assert Plan.read(tmp_path / "plan.yaml") == PLAN
     assert list(yaml.safe_load(text)) == ["rules"]
@@ -96,7 +96,7 @@ def test_the_plan_is_read_back_below_its_reasons(tmp_path):
     assert data["plan"] == PLAN.to_data()
     assert data["layers"] == [vars(layers[0])]
     assert data["proof"] == vars(PROOF)
-    assert (data["outcome"], data["seconds"], data["measured"], data["notes"]) == (made.told, 1.3, 3, ["a note"])
+    assert (data["outcome"], data["seconds"], data["measured"], data["notes"]) == (made.summary, 1.3, 3, ["a note"])
     assert (data["feasible"], data["interrupted"], data["ceiling"]) == (True, False, 2.0)
     nothing = searched(plan=None, proof=None).to_data()
     assert (nothing["plan"], nothing["proof"]) == (None, None)

@@ -33,7 +33,7 @@ def test_divides_examples_in_two_at_most_half_of_them_searched():
     assert [one.id for one in second] != sorted((one.id for one in second), key=int)
 
 
-def test_groups_are_on_one_side():
+def test_groups_stay_together():
     every = examples(*(f"article {number // 5}" for number in range(60)))
     for seed in range(5):
         first, second = cost._divided(every, 30, seed)
@@ -55,7 +55,7 @@ def ids(part):
     return [example.id for example in part.prepared.split.examples]
 
 
-def test_the_proof_has_examples_of_its_own_and_gradients_are_of_the_searched_ones(base, sentences):
+def test_proof_uses_separate_examples_and_gradients_use_the_searched_ones(base, sentences):
     calibration, search, proof = of_task(base, sentences, calibration=12, examples=40, proof=50)
     assert (len(ids(calibration)), len(ids(search)), len(ids(proof))) == (12, 40, 50)
     assert ids(search)[:12] == ids(calibration)
@@ -79,22 +79,22 @@ def test_batches_are_what_the_model_reads_with_its_targets_and_padding(base, sen
     assert cost.Batch({"input_ids": torch.zeros(1, 2)}, [0]).mask is None
 
 
-def test_short_examples_are_left_out_where_asked(base, sentences):
+def test_min_length_leaves_out_short_examples(base, sentences):
     _, search, proof = of_task(base, sentences, examples=20, min_length=24)
     for part in (search, proof):
         assert min(part.prepared.lengths) >= 24
 
 
 @pytest.mark.parametrize(
-    ("options", "said", "code"),
+    ("options", "message", "code"),
     [
-        ({"limit": 19}, "has 19 examples; that leaves 10 for the proof beside 9 to compare plans", Exit.UNAVAILABLE),
+        ({"limit": 19}, "has 19 examples; that leaves 10 for the proof and 9 to compare plans", Exit.UNAVAILABLE),
         ({"min_length": 41}, "examples of at least 41 tokens", Exit.UNAVAILABLE),
-        ({"examples": 20, "calibration": 21}, "21 examples were asked for.*only 20 compare plans", Exit.USAGE),
+        ({"examples": 20, "calibration": 21}, "--calibration is 21 examples, but only 20 compare plans", Exit.USAGE),
     ],
 )
-def test_too_few_examples_are_refused(base, sentences, options, said, code):
-    with pytest.raises(ApproxError, match=said) as caught:
+def test_too_few_examples_are_refused(base, sentences, options, message, code):
+    with pytest.raises(ApproxError, match=message) as caught:
         of_task(base, sentences, **options)
     assert caught.value.exit_code == code
 
@@ -168,7 +168,7 @@ def test_a_model_without_special_tokens_reads_bare_rows(text):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("good " * 255, "has 255 tokens, fewer than the 256"),
         ("naught " * 300, "does not know most words"),
@@ -176,11 +176,11 @@ def test_a_model_without_special_tokens_reads_bare_rows(text):
         (None, "cannot be read"),
     ],
 )
-def test_a_text_that_shows_nothing_is_refused(base, tmp_path, words, said):
+def test_refuses_unusable_text(base, tmp_path, words, message):
     file = tmp_path / "text.txt"
     if words is not None:
         file.write_text(words, encoding="utf-8")
-    with pytest.raises(ApproxError, match=said) as caught:
+    with pytest.raises(ApproxError, match=message) as caught:
         of_text(base, text=str(file))
     assert caught.value.exit_code == Exit.UNAVAILABLE
 

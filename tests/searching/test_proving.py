@@ -115,7 +115,7 @@ def test_the_chosen_plan_comes_first_and_is_called_found(chosen, names):
     numbers: Any = {name: number for number, name in enumerate(labels)}
     proven = Proven(dict.fromkeys(labels, proof), scores, speed, numbers, {name: name != "c" for name in labels})
     outcome = Searched(None, True, False, "", "", [], None, 1.0, None, 0, 0.0)
-    assert proven.given_to(outcome, numbers, chosen) is outcome
+    assert proven.fill(outcome, numbers, chosen) is outcome
     order = [chosen if name == "found" else name for name in names]
     assert outcome.quality is not None
     assert outcome.speed is not None
@@ -130,6 +130,6 @@ def test_the_chosen_plan_comes_first_and_is_called_found(chosen, names):
     assert outcome.divergences == {n: numbers[o] for n, o in zip(names, order, strict=True)}
     assert outcome.notes == []
     busy = Proven(proven.proofs, None, speed.model_copy(update={"crowded": True}), {}, proven.verified)
-    outcome = busy.given_to(Searched(None, True, False, "", "", [], None, 1.0, None, 0, 0.0), numbers, chosen)
+    outcome = busy.fill(Searched(None, True, False, "", "", [], None, 1.0, None, 0, 0.0), numbers, chosen)
     assert outcome.quality is None
     assert len(outcome.notes) == 1

@@ -154,7 +154,7 @@ def test_a_space_adds_over_sites_and_changes_one_at_a_time():
     assert list(space.changes((0, 0))) == [(1, 0), (0, 1), (0, 2)]
 
 
-def test_beliefs_follow_the_measurements_and_stay_above_nothing():
+def test_corrected_damages_follow_measurements_and_stay_positive():
     space = Space(np.array([[-1.0, -2.0, 0.0]] * 2), np.array([[0.1, 0.2, 0.0]] * 2))
     # All that was measured is ten times what was predicted, so all of it is.
     scaled = space.corrected({(0, 2): 1.0, (2, 0): 1.0, (2, 1): 2.0})

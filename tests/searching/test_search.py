@@ -1,4 +1,4 @@
-"""Whole searches of a tiny model: true damages and outputs, and a made-up clock, so that what is found can be reckoned."""
+"""Whole searches of a tiny model with real outputs and a simulated clock, so that the result can be computed."""
 
 import itertools
 import json
@@ -44,8 +44,8 @@ def kl(base, model, batches):
     apart = []
     for batch in batches:
         with torch.no_grad():
-            due, given = (one(**batch.inputs).logits.double().log_softmax(-1) for one in (base, model))
-        apart.append(float((due.exp() * (due - given)).sum()))
+            target, outputs = (one(**batch.inputs).logits.double().log_softmax(-1) for one in (base, model))
+        apart.append(float((target.exp() * (target - outputs)).sum()))
     return float(np.mean(apart))
 
 
@@ -55,9 +55,9 @@ def plans(found):
     return {name: (times[name].median_ms, loss) for name, loss in found.divergences.items()}
 
 
-def test_finds_the_fastest_plan_within_a_budget_and_proves_it_on_rows_of_its_own(searching, base, clock):
-    said = []
-    made = searching(budget="kl<=0.16", progress=lambda *words: said.append(words))
+def test_finds_the_fastest_plan_within_a_budget_and_proves_it_on_other_rows(searching, base, clock):
+    reported = []
+    made = searching(budget="kl<=0.16", progress=lambda *words: reported.append(words))
     found = made.run()
     assert found.feasible
     assert found.proof.loss <= 0.16
@@ -82,15 +82,15 @@ def test_finds_the_fastest_plan_within_a_budget_and_proves_it_on_rows_of_its_own
     assert {"local 4", "block 4"} <= set(proven)
     assert all(found.verified.values())
     assert found.verified.keys() == found.models.keys()
-    # What is said of layers is what the plan does.
+    # The reasons of layers agree with the plan.
     plan = made.composer.plan(
         [Choice(CANDIDATES[NAMES.index(one.choice)] if one.choice in NAMES else None) for one in found.layers]
     )
     assert plan == found.plan
     assert sum(one.damage for one in found.layers) == pytest.approx(1.0)
-    assert (found.asked, found.unit, found.interrupted) == ("kl<=0.16 at 24 tokens", "nats", False)
+    assert (found.goal, found.unit, found.interrupted) == ("kl<=0.16 at 24 tokens", "nats", False)
     assert found.measured == len(json.loads((made.folder / MEASURED).read_text())["plans"])
-    stages = list(dict.fromkeys(what.partition(" |")[0] for what, _, _ in said))
+    stages = list(dict.fromkeys(what.partition(" |")[0] for what, _, _ in reported))
     assert stages == [
         "read the data",
         "time the candidates",
@@ -112,7 +112,7 @@ def test_at_a_speed_the_plan_with_the_least_damage_is_found(searching):
     found = made.run()
     assert found.feasible
     assert found.proof.milliseconds <= most
-    # A little of the time is kept in reserve.
+    # A little of the time stays in reserve.
     fast = [plan for plan in made.trials.measured if 36 + made.trials.space.time(plan) <= 0.98 * most]
     best = min(fast, key=made.trials.divergence)
     assert len(fast) > 3
@@ -130,13 +130,13 @@ def test_at_a_speed_the_plan_with_the_least_damage_is_found(searching):
     ],
 )
 def test_the_proof_decides_whether_the_goal_is_met(searching, clock, goal, late, feasible):
-    """The race of the proof is slower than the prices said by `late` milliseconds."""
+    """The race of the proof is slower than predicted by `late` milliseconds."""
     clock.late = late
     found = searching(**goal, front=0).run()
     assert found.feasible == feasible
     assert found.proof.milliseconds == 36 - 3 * 3 + late
-    assert found.told.startswith("Found for" if feasible else "Infeasible: nothing found for")
-    assert found.asked == " and ".join(goal.values()) + " at 24 tokens"
+    assert found.summary.startswith("Found for" if feasible else "Infeasible: nothing found for")
+    assert found.goal == " and ".join(goal.values()) + " at 24 tokens"
 
 
 @pytest.mark.parametrize(
@@ -164,11 +164,11 @@ def test_a_proof_meets_loss_and_speed_alike(searching, options, proof, meets):
 
 
 @pytest.mark.parametrize(
-    ("goal", "said", "code"),
+    ("goal", "message", "code"),
     [
         (
             {"speed": "3x"},
-            r"a speed of 3x at 24 tokens was asked for, but even without any attention is 1\.75× \(20 ms",
+            r"the goal is a speed of 3x at 24 tokens, but even without any attention is 1\.75× \(20 ms",
             Exit.THRESHOLD,
         ),
         (
@@ -181,9 +181,9 @@ def test_a_proof_meets_loss_and_speed_alike(searching, options, proof, meets):
         ({"latency": "35ms"}, "Exact attention takes 35 ms at 24 tokens, within 35ms already", Exit.REFUSED),
     ],
 )
-def test_what_no_mix_reaches_is_refused_before_anything_is_measured(searching, goal, said, code):
+def test_refuses_unreachable_goals_before_measuring(searching, goal, message, code):
     made = searching(**goal)
-    with pytest.raises(ApproxError, match=said) as caught:
+    with pytest.raises(ApproxError, match=message) as caught:
         made.run()
     assert caught.value.exit_code == code
     assert not made.folder.exists()
@@ -232,7 +232,7 @@ def test_finalists_lose_at_most_a_half_and_a_quarter_of_the_budget(searching):
     made.trials.measured[0, 0, 0, 3] = Measured(0.4)
     for plan in ((3, 0, 0, 0), (0, 3, 0, 3), (3, 2, 1, 3)):
         del made.trials.measured[plan]
-    # Without a budget the shares are those of the best plan's own loss; what saves no time is no finalist.
+    # Without a budget the shares are those of the best plan's loss; what saves no time is no finalist.
     free = searching(speed="1.1x")
     free.trials.space, free.trials.measured, free.trials.divergences = (
         made.trials.space,
@@ -243,15 +243,15 @@ def test_finalists_lose_at_most_a_half_and_a_quarter_of_the_budget(searching):
     assert free._finalists((0, 3, 3, 3)) == [(0, 3, 3, 3)]
 
 
-def test_plans_beside_are_every_uniform_one_and_places_of_the_front(searching):
+def test_compares_with_uniform_plans_and_plans_of_the_front(searching):
     made = searching(budget="kl<=0.8", front=3)
     damages = np.array([8.0, 4.0, 2.0, 1.0, 0.5])
     front = Front(-np.arange(5.0)[::-1], damages, np.arange(5, dtype=np.int16)[:, None] * np.ones((1, 4), np.int16))
-    beside = made._beside(front)
-    assert list(beside) == [*NAMES, "front 1", "front 2", "front 3"]
-    assert [beside[name] for name in NAMES] == [(0,) * 3, (1,) * 3, (2,) * 3]
+    compared = made._compared_plans(front)
+    assert list(compared) == [*NAMES, "front 1", "front 2", "front 3"]
+    assert [compared[name] for name in NAMES] == [(0,) * 3, (1,) * 3, (2,) * 3]
     # At equal steps of the logarithm between both ends: 4, 2 and 1.
-    assert [beside[f"front {n}"][0] for n in (1, 2, 3)] == [1, 2, 3]
+    assert [compared[f"front {n}"][0] for n in (1, 2, 3)] == [1, 2, 3]
 
 
 def test_a_uniform_plan_that_turned_out_better_is_named(searching):
@@ -278,16 +278,16 @@ def test_a_uniform_plan_that_turned_out_better_is_named(searching):
 def test_where_nothing_may_be_lost_exact_attention_is_the_answer(searching):
     found = searching(budget="kl<=0", front=0).run()
     assert (found.plan, found.proof, found.feasible) == (None, None, False)
-    assert found.told == "Infeasible: nothing found for kl<=0 at 24 tokens; exact attention everywhere is best."
+    assert found.summary == "Infeasible: nothing found for kl<=0 at 24 tokens; exact attention everywhere is best."
 
 
-def test_if_no_finalist_meets_the_goal_the_least_loss_is_told(searching):
+def test_reports_the_least_loss_if_no_finalist_meets_the_goal(searching):
     found = searching(budget="kl<=0.06", front=0).run()
     assert not found.feasible
     finalists = [loss for name, loss in found.divergences.items() if name == "found" or name.startswith("finalist")]
     assert len(finalists) > 1
     assert found.proof.loss == min(finalists)
-    assert found.told.startswith("Infeasible: nothing found for kl<=0.06 at 24 tokens; the best is ")
+    assert found.summary.startswith("Infeasible: nothing found for kl<=0.06 at 24 tokens; the best is ")
 
 
 def test_a_search_goes_on_with_what_it_measured(searching, monkeypatch):
@@ -328,7 +328,7 @@ def test_layers_may_convert_part_of_their_heads(searching):
     assert [one.choice for one in made.run().layers if one.choice.endswith("heads")]
 
 
-def test_if_time_is_up_before_anything_is_allowed_the_least_loss_is_told(searching, monkeypatch):
+def test_reports_the_least_loss_if_time_ends_before_a_plan_is_allowed(searching, monkeypatch):
     now = itertools.count()
     monkeypatch.setattr(search.time, "monotonic", lambda: float(next(now)))
     made = searching(budget="kl<=0.000001", time_budget="1s")
@@ -369,7 +369,7 @@ def test_a_fit_of_another_search_or_a_damaged_one_is_refused(searching):
         "candidates": [Rule("linear", settings={"feature_map": "hedgehog"})],
         "heal": "transfer",
     }
-    for seed, text, said, code in (
+    for seed, text, message, code in (
         (0, b"no tensors", "is damaged.*--force", Exit.UNAVAILABLE),
         (1, None, "was fitted for another model, other candidates or other examples", Exit.REFUSED),
         (0, None, "is damaged: .*size mismatch|is damaged: .*Missing key", Exit.UNAVAILABLE),
@@ -380,12 +380,12 @@ def test_a_fit_of_another_search_or_a_damaged_one_is_refused(searching):
             save_file({"x": torch.zeros(1)}, made.folder / FITTED, {"about": searching(**options).about})
         else:
             (made.folder / FITTED).write_bytes(text)
-        with pytest.raises(ApproxError, match=said) as caught:
+        with pytest.raises(ApproxError, match=message) as caught:
             made.damages()
         assert caught.value.exit_code == code
 
 
-def test_what_a_search_is_about(searching, base, sentences):
+def test_stored_searches_are_keyed_by_model_candidates_and_examples(searching, base, sentences):
     task = {
         "task": "glue/sst2",
         "data": str(sentences),
@@ -434,7 +434,7 @@ def test_interrupted_it_keeps_the_best_so_far(searching):
     assert not found.feasible
     assert found.proof is None
     assert found.plan is not None
-    assert found.told.startswith("Interrupted before the proof")
+    assert found.summary.startswith("Interrupted before the proof")
 
     def at_once(what: str, done: int, total: int) -> None:
         if what.startswith("measure plans"):
@@ -451,7 +451,7 @@ def test_a_busy_machine_is_noted(searching, clock):
     assert searching("quiet", budget="kl<=10", front=0).run().notes == []
 
 
-def test_a_task_is_proven_on_examples_of_its_own(base, sentences, clock, tmp_path):
+def test_proves_a_task_on_other_examples(base, sentences, clock, tmp_path):
     options = {
         "task": "glue/sst2",
         "data": str(sentences),
@@ -470,11 +470,11 @@ def test_a_task_is_proven_on_examples_of_its_own(base, sentences, clock, tmp_pat
     labels = [example.label for example in part.split.examples]
 
     def accuracy(model):
-        said = []
+        predictions = []
         for encoding in part.encodings:
             with torch.no_grad():
-                said.append(int(model(input_ids=torch.tensor([encoding["input_ids"]])).logits.argmax()))
-        return float(np.mean([one == label for one, label in zip(said, labels, strict=True)]))
+                predictions.append(int(model(input_ids=torch.tensor([encoding["input_ids"]])).logits.argmax()))
+        return float(np.mean([one == label for one, label in zip(predictions, labels, strict=True)]))
 
     exact = accuracy(base.model)
     assert found.quality.base.scores["accuracy"] == pytest.approx(exact)
@@ -482,13 +482,13 @@ def test_a_task_is_proven_on_examples_of_its_own(base, sentences, clock, tmp_pat
         score = accuracy(found.models[one.name].model)
         assert one.scores["accuracy"] == pytest.approx(score)
         assert one.difference == pytest.approx(score - exact)
-    own = found.quality.variants[0]
-    assert own.name == "found"
+    variant = found.quality.variants[0]
+    assert variant.name == "found"
     # A loss is positive, in points, and the budget is the margin.
-    assert found.proof.loss == pytest.approx(-100 * own.difference)
-    assert found.proof.interval == pytest.approx((-100 * own.interval[1], -100 * own.interval[0]))
-    assert own.margin == pytest.approx(0.15)
-    assert found.proof.verdict == own.verdict
+    assert found.proof.loss == pytest.approx(-100 * variant.difference)
+    assert found.proof.interval == pytest.approx((-100 * variant.interval[1], -100 * variant.interval[0]))
+    assert variant.margin == pytest.approx(0.15)
+    assert found.proof.verdict == variant.verdict
     assert found.quality.notes == [
         "examples that the search did not see",
         "the model's labels LABEL_0, LABEL_1 are taken as negative, positive; --labels sets another order",
@@ -527,16 +527,16 @@ def test_a_converted_base_and_a_length_beyond_its_positions_are_refused(base, fa
 
 
 @pytest.mark.parametrize(
-    ("longest", "kept"),
+    ("longest", "chosen"),
     [(None, [0, 2, 3, 4]), (-3.0, [0, 2]), (-2.9991, [0, 2]), (-4.9, [0]), (0.0, [0, 2, 3, 4])],
 )
-def test_plans_of_a_front_that_take_the_same_time_are_one(longest, kept):
+def test_plans_of_a_front_that_take_the_same_time_are_one(longest, chosen):
     times = np.array([-5.0, -3.0002, -3.0001, -1.0, 0.0])
     front = Front(times, np.arange(5.0)[::-1], np.arange(5, dtype=np.int16)[:, None])
     found = search._fitting(front, longest)
-    assert [choices[0] for choices in found.choices.tolist()] == kept
-    assert np.array_equal(found.times, times[kept])
-    assert np.array_equal(found.damages, front.damages[kept])
+    assert [choices[0] for choices in found.choices.tolist()] == chosen
+    assert np.array_equal(found.times, times[chosen])
+    assert np.array_equal(found.damages, front.damages[chosen])
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Plans that are measured once, kept in a file, and explained."""
+"""Plans that are measured once, stored in a file, and explained."""
 
 import json
 
@@ -27,15 +27,15 @@ def judge(base, text):
 
 @pytest.fixture
 def make(judge, base, facts, tmp_path):
-    def trials(about="a", said=None) -> Trials:
-        said = [] if said is None else said
+    def trials(about="a", reported=None) -> Trials:
+        reported = [] if reported is None else reported
         made = Trials(
             judge,
             Composer(base, facts),
             CANDIDATES,
             tmp_path / "out" / "measured.json",
             about,
-            lambda *words: said.append(words),
+            lambda *words: reported.append(words),
         )
         made.space, made.costs = Space(TIMES, DAMAGES), Costs(35.0, 36.0, 20.0, TIMES, crowded=False)
         return made
@@ -44,16 +44,16 @@ def make(judge, base, facts, tmp_path):
 
 
 def test_a_plan_is_measured_once_and_remembered_by_the_next_search(make, judge):
-    said: list[tuple[str, int, int]] = []
-    first = make(said=said)
+    reported: list[tuple[str, int, int]] = []
+    first = make(reported=reported)
     plan = (1, 3, 0)
     found = first.measure(plan)
     assert first.measure(plan) is found
-    assert said == [("measure plans", 0, 30)]
+    assert reported == [("measure plans", 0, 30)]
     assert first.divergence(plan) == found.divergence == first.divergences[plan] == first.loss(plan) > 0
     assert found == judge.measure(first.composer.make(first.choices(plan)).model, judge.search)
     assert first.measure(EXACT).divergence == 0.0
-    assert said[1][
+    assert reported[1][
         0
     ] == f"measure plans | best so far about {35 / 31.5:.2f}x at a loss of about {found.divergence:.2g} nats" or (
         found.divergence > 0.5
@@ -96,11 +96,11 @@ def test_the_best_so_far_is_the_fastest_within_the_budget_or_the_least_damaging(
     worse = make()
     measured(worse, p003=0.7, p000=0.6)
     assert worse.best_so_far() == (0, 0, 0)
-    worse.judge.__dict__["stage"], kept = SearchStage(length=8, speed="2x"), worse.judge.stage
+    worse.judge.__dict__["stage"], stage = SearchStage(length=8, speed="2x"), worse.judge.stage
     try:
         assert worse.bound == np.inf
     finally:
-        worse.judge.stage = kept
+        worse.judge.stage = stage
 
 
 def test_predictions_and_measurements_are_compared_by_rank(make):

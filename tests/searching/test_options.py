@@ -51,7 +51,7 @@ LATENCY = {"speed": None, "latency": "1ms"}
         ({"speed": None, "budget": "kl<=1"}, []),
         ({"budget": "kl<=1", "task": "needle"}, ["budget kl<=1 is a divergence, but the task needle"]),
         ({"budget": "error<=1", "task": "needle"}, ["budget error<=1 is a divergence"]),
-        ({"budget": "loss<=1"}, ["in points of a task, and no task"]),
+        ({"budget": "loss<=1"}, ["in points of a task, but no task"]),
         ({"budget": "loss<=1", "task": "needle"}, []),
         ({"task": "needle", "text": "a.txt"}, ["Both a task and a text"]),
         ({"mechanisms": "local", "candidates": [RULE]}, ["Both mechanisms and candidates"]),

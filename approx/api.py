@@ -1,5 +1,6 @@
 """The Python API of `approx`: the stages, as in the commands of the same names."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,7 +11,7 @@ from approx.conversion.surgery import convert, revert
 from approx.conversion.verify import verify
 from approx.errors import ApproxError, shown
 from approx.evaluation.options import BASE, BenchStage, EvaluateStage
-from approx.evaluation.record import Record
+from approx.evaluation.record import Record, Speed
 from approx.inspection import inspect, plan
 from approx.measuring.measure import (
     Progress,
@@ -262,6 +263,7 @@ def bench(
     merge_adapter: bool = False,
     command: str = "",
     progress: Progress = silent,
+    interrupted: Callable[[Record], None] | None = None,
     **options: Any,
 ) -> Record:
     """Time a checkpoint side by side with exact attention and with no attention.
@@ -281,7 +283,8 @@ def bench(
         merge_adapter: Whether an adapter of PEFT beside the weights, or one whose folder is given, is merged into them.
         command: The command as typed, for the record.
         progress: Called with stage, done and total.
-        options: Options of `approx.evaluation.options.BenchStage`: batches, max_length, rounds, seconds, wait_idle, mode, …
+        interrupted: Called on Ctrl-C with the record of the sizes that were measured until then, if there are any.
+        options: Options of `approx.evaluation.options.BenchStage`: batches, max_length, rounds, seconds, time_budget, mode, …
 
     Returns:
         The record; `to_data()` gives it as plain data.
@@ -299,8 +302,18 @@ def bench(
     opened = open_pair(
         model, against, device, dtype, offline, processor, reads=texts is not None, merge_adapter=merge_adapter
     )
-    speed = measure_speed(opened, stage, texts, seed=seed, progress=progress)
-    return make_record(opened, title=f"Speed of {label_of(model)}", seed=seed, command=command, speed=speed)
+    speed: list[Speed] = []
+
+    def made() -> Record:
+        return make_record(opened, title=f"Speed of {label_of(model)}", seed=seed, command=command, speed=speed)
+
+    try:
+        speed.extend(measure_speed(opened, stage, texts, seed=seed, progress=progress))
+    except KeyboardInterrupt:
+        if speed and interrupted is not None:
+            interrupted(made())
+        raise
+    return made()
 
 
 def search(

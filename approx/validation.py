@@ -2,16 +2,18 @@
 
 import re
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, NamedTuple, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from approx.errors import ApproxError, did_you_mean, shown
 from approx.yaml_text import Document
 
 T = TypeVar("T")
+_UNITS = {"s": 1, "m": 60, "h": 3600}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)([smh])")
 Path = tuple[Any, ...]
 
 
@@ -49,8 +51,33 @@ def listed(value: Any) -> Any:
     return value if isinstance(value, list | tuple) else [value]
 
 
+def seconds(duration: str) -> float:
+    """Convert a duration to seconds, such as `90s`, `30m` or `2h`.
+
+    Raises:
+        ValueError: if it is not of that form, or zero.
+    """
+    parts = _DURATION.fullmatch(duration.strip())
+    if parts is None or not float(parts[1]):
+        raise ValueError("a time above 0 in s, m or h, e.g. 90s, 30m or 2h,")
+    return float(parts[1]) * _UNITS[parts[2]]
+
+
+def checked(read: Callable[[str], object]) -> Callable[[str | None], str | None]:
+    """A validator that keeps the text of an option if `read` can read it."""
+
+    def check(text: str | None) -> str | None:
+        if text is not None:
+            read(text)
+        return text
+
+    return check
+
+
 # A path; on the command line a file name that may hold commas.
 File = Annotated[str, "file"]
+# A time such as 90s, 30m or 2h, see `seconds`.
+Duration = Annotated[str, AfterValidator(checked(seconds))]
 # More than anybody counts, and less than what libraries written in C cannot take.
 Count = Annotated[int, Field(ge=1, le=10**15)]
 Counts = Annotated[

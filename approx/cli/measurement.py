@@ -190,6 +190,17 @@ def bench(
     from approx.publishing.summary import recommendation
 
     options.check_output(output, force)
+
+    def keep(made: record.Record) -> None:
+        lengths = ", ".join(f"{row.length:,}" for row in made.speed)
+        if output is None:
+            terminal.note(
+                f"Interrupted after the lengths {lengths}; with -o FILE their record would have been written."
+            )
+        else:
+            record.save(output, made)
+            terminal.note(f"Interrupted: the record in {output} holds the lengths {lengths}.")
+
     with nullcontext() if output is None else locked_output(output), terminal.progress() as bar:
         # Another process may have written it meanwhile.
         options.check_output(output, force)
@@ -207,6 +218,7 @@ def bench(
             merge_adapter=merge_adapter,
             command=typed_command(),
             progress=bar,
+            interrupted=keep,
         )
         if output is not None:
             record.save(output, made)

@@ -6,7 +6,10 @@ medians, and the interval of the *ratio* of two contenders paired by round. The 
 (A/A) shows the noise. Running out of memory is a result.
 """
 
-from collections.abc import Callable, Sequence
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -20,6 +23,9 @@ from approx.evaluation.options import BenchStage
 from approx.evaluation.record import BUSY, ENOUGH, Crossover, Ratio, Relative, Speed, SpeedVariant, Spread, Timing
 from approx.evaluation.statistics import ratio_interval
 from approx.evaluation.timing import OK, Neighbours, Runner, memory_limit, race, wait_idle
+from approx.validation import seconds
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -55,8 +61,8 @@ def bench(
     seed: int = 0,
     chosen_in: Callable[[Callable[[], object]], dict[str, str]] | None = None,
     progress: Callable[[int, int, str], None] | None = None,
-) -> list[Speed]:
-    """Time every contender at every batch size and length.
+) -> Iterator[Speed]:
+    """Time every contender at every batch size and length, as far as the time budget goes.
 
     Args:
         contenders: One base, at most one ceiling, any number of variants and other exact implementations.
@@ -70,18 +76,29 @@ def bench(
             With None, the choices are not recorded.
         progress: Called with rows done, the total number of rows, and a description of the next row.
 
-    Returns:
-        The "speed" of a record: a row for each batch size and length.
+    Yields:
+        The "speed" of a record: a row for each batch size and length, as soon as it is measured.
 
     Raises:
         ApproxError: if roles or names are invalid, or the device is neither.
     """
     device = torch.device(device)
     _check(contenders, device)
+    begun = time.monotonic()
+    end = begun + (math.inf if options.time_budget is None else seconds(options.time_budget))
     grid = [(batch, length) for batch in sorted(set(options.batches)) for length in sorted(set(options.lengths))]
     cache_mb_of = {contender.name: contender.cache_mb for contender in contenders}
-    speed: list[Speed] = []
+    # Seconds per token of the last row, which longer ones take at least about.
+    pace = 0.0
     for done, (batch, length) in enumerate(grid):
+        row_begun = time.monotonic()
+        if done and row_begun + pace * batch * length > end:
+            left = ", ".join(f"{batch} × {length:,}" for batch, length in grid[done:])
+            _LOG.warning(
+                f"The time budget of {options.time_budget} is used up after {done} of {len(grid)} sizes. Not timed, as batch × "
+                f"tokens: {left}. Raise --time-budget, or leave sizes out."
+            )
+            break
         if progress:
             progress(done, len(grid), f"batch {batch}, {length} tokens")
         if options.wait_idle and device.type == "cpu":
@@ -118,10 +135,10 @@ def bench(
         )
         for variant in row.variants:
             variant.share_of_ceiling, variant.verdict = row.share(variant), row.verdict(variant)
-        speed.append(row)
+        pace = (time.monotonic() - row_begun) / (batch * length)
+        yield row
     if progress:
         progress(len(grid), len(grid), "")
-    return speed
 
 
 def crossover(speed: Sequence[Speed]) -> list[Crossover]:

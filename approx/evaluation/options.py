@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
-from approx.validation import Count, Counts, Model
+from approx.validation import Count, Counts, Duration, Model
 
 BASE, CEILING = "exact", "attention-free"
 """Names of two lines in every report: the base, and the base with its attention replaced by its values."""
@@ -75,6 +75,7 @@ class BenchStage(Model):
         inputs: `real` (texts of the first task) or `synthetic` (random tokens).
         rounds: Minimum number of rounds; disturbed ones are repeated, at most doubling the number.
         seconds: Minimum time, in seconds, per length and batch size.
+        time_budget: Begin no further length that would probably end after this time, e.g. 10m; the first is always timed.
         wait_idle: Before each length, wait up to this many seconds until other programs leave the cores free.
         fast_products: Use PyTorch's faster float32 matrix products on the CPU, in all models; `approx doctor --probe`
             shows the gain.
@@ -88,6 +89,7 @@ class BenchStage(Model):
     inputs: Literal["real", "synthetic"] = "real"
     rounds: Annotated[int, Field(ge=3)] = 12
     seconds: Annotated[float, Field(ge=0)] = 1.0
+    time_budget: Duration | None = None
     wait_idle: Annotated[float, Field(ge=0)] = 0.0
     fast_products: bool = False
     mode: Literal["forward", "generate"] = "forward"

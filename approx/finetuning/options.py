@@ -1,29 +1,14 @@
 """Options of fine-tuning."""
 
 import re
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from approx.validation import Count, File, Model, listed
+from approx.validation import Count, Duration, File, Model, checked, listed, seconds
 
 Mode = Literal["transfer", "distill", "task", "clm", "mlm", "lora"]
-_UNITS = {"s": 1, "m": 60, "h": 3600}
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)([smh])")
 _BUDGET = re.compile(r"loss<=(\d+(?:\.\d+)?)")
-
-
-def seconds(duration: str) -> float:
-    """Convert a duration to seconds, such as `90s`, `30m` or `2h`.
-
-    Raises:
-        ValueError: if it is not of that form, or zero.
-    """
-    parts = _DURATION.fullmatch(duration.strip())
-    if parts is None or not float(parts[1]):
-        raise ValueError("a time above 0 in s, m or h, e.g. 90s, 30m or 2h,")
-    return float(parts[1]) * _UNITS[parts[2]]
 
 
 def allowed_loss(budget: str) -> float:
@@ -36,17 +21,6 @@ def allowed_loss(budget: str) -> float:
     if parts is None:
         raise ValueError("a budget of the form loss<=POINTS, e.g. loss<=0.5,")
     return float(parts[1])
-
-
-def checked(read: Callable[[str], object]) -> Callable[[str | None], str | None]:
-    """A validator that keeps the text of an option if `read` can read it."""
-
-    def check(text: str | None) -> str | None:
-        if text is not None:
-            read(text)
-        return text
-
-    return check
 
 
 class Distillation(Model):
@@ -136,7 +110,7 @@ class FinetuneStage(Model):
     accumulate: Count = 1
     steps: Count | None = None
     epochs: Annotated[float | None, Field(gt=0)] = None
-    time_budget: Annotated[str | None, AfterValidator(checked(seconds))] = None
+    time_budget: Duration | None = None
     learning_rate: Annotated[float | None, Field(gt=0)] = None
     train: Literal["all", "attention", "head"] = "all"
     projections: bool = False

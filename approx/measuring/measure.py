@@ -392,8 +392,8 @@ def measure_speed(
     *,
     seed: int,
     progress: Progress,
-) -> list[Speed]:
-    """The `speed` entries of a record; the first checkpoint is the exact base of all others."""
+) -> Iterator[Speed]:
+    """The `speed` entries of a record, each as soon as it is measured; the first checkpoint is the exact base of all others."""
     models = {label: _long_enough(one.model, stage.max_length) for label, one in opened.items()}
     base, source = models[BASE], opened[BASE].source
     facts = anatomy.anatomy(families.stock_config(source.config), source.stock_class)
@@ -413,7 +413,7 @@ def measure_speed(
             )
     contenders = decoders(models, stage.new_tokens) if stage.mode == "generate" else _forwards(models)
     with products_for(models.values(), stage.fast_products):
-        speed = bench(
+        for row in bench(
             contenders,
             stage,
             make_inputs=_input_maker(base, source, texts, seed),
@@ -422,16 +422,9 @@ def measure_speed(
             seed=seed,
             chosen_in=chosen_in,
             progress=lambda done, total, what: progress(f"bench {what}".strip(), done, total),
-        )
-    return [
-        row.model_copy(
-            update={
-                "fast_products": stage.fast_products,
-                "seconds": None if facts.seconds is None else facts.seconds * row.length,
-            }
-        )
-        for row in speed
-    ]
+        ):
+            duration = None if facts.seconds is None else facts.seconds * row.length
+            yield row.model_copy(update={"fast_products": stage.fast_products, "seconds": duration})
 
 
 def _forwards(models: Mapping[str, Any]) -> list[Contender]:

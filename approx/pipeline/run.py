@@ -504,7 +504,7 @@ class Study:
         return self.record(conversions, quality=[entry]).to_data()
 
     def _bench(self, grid: BenchStage, texts: EvaluateStage | None, conversions: Conversions) -> dict[str, Any]:
-        speed = measure_speed(self.open(conversions), grid, texts, seed=self.asked.seed, progress=self._progress)
+        speed = list(measure_speed(self.open(conversions), grid, texts, seed=self.asked.seed, progress=self._progress))
         return self.record(conversions, speed=speed).to_data()
 
 

@@ -1003,7 +1003,8 @@ def race(models: Mapping[str, Any], stage: SearchStage, *, seed: int, rounds: in
         seconds=_SECONDS,
         inputs="synthetic" if texts is None else "real",
     )
-    return measure_speed(models, grid, texts, seed=seed, progress=progress)[0]
+    (row,) = measure_speed(models, grid, texts, seed=seed, progress=progress)
+    return row
 
 
 def _medians(

@@ -7,9 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from approx.errors import ApproxError
-from approx.finetuning.options import checked, seconds
 from approx.planning.rule import Rules
-from approx.validation import Count, File, Model, listed
+from approx.validation import Count, Duration, File, Model, checked, listed, seconds
 
 _BUDGET = re.compile(r"(loss|kl|error)<=(\d+(?:\.\d+)?)")
 _SPEED = re.compile(r"(\d+(?:\.\d+)?)[x×]")
@@ -108,7 +107,7 @@ class SearchStage(Model):
     examples: Count = 300
     proof: Count = 500
     front: Annotated[int, Field(ge=0)] = 5
-    time_budget: Annotated[str | None, AfterValidator(checked(seconds))] = None
+    time_budget: Duration | None = None
 
     @property
     def seconds(self) -> float | None:

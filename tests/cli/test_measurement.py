@@ -4,6 +4,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
+from approx import api
 from approx.errors import Exit
 from approx.evaluation import record
 from approx.evaluation.record import Approximated
@@ -278,3 +279,22 @@ def test_two_records_are_compared_and_a_folder_stands_for_its_record(base, conve
     nothing = call("compare", "run", tmp_path)
     assert nothing.code == 5
     assert "no record.json" in nothing.err
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_ctrl_c_keeps_the_lengths_that_were_timed(base, tmp_path, monkeypatch, written):
+    whole = api.measure_speed
+
+    def interrupted(*arguments, **how):
+        yield next(whole(*arguments, **how))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(api, "measure_speed", interrupted)
+    output = ("-o", "b.json") if written else ()
+    answer = call("bench", base, "--lengths", "8,16", *QUICK, *output)
+    assert answer.code == 130
+    if written:
+        assert [row.length for row in record.load(tmp_path / "b.json").speed] == [8]
+        assert "the record in b.json holds the lengths 8" in answer.err
+    else:
+        assert "after the lengths 8; with -o FILE" in answer.err

@@ -1,5 +1,7 @@
 """The calculations of bench; nothing here depends on the speed of this machine."""
 
+import time
+
 import pytest
 import torch
 
@@ -22,7 +24,7 @@ def make_inputs(batch: int, length: int) -> torch.Tensor:
 def run_bench(contenders: list[Contender], **settings) -> list[Speed]:
     settings = {"lengths": [16, 32], "batches": [1, 2], "rounds": 4, "seconds": 0.0} | settings
     options = BenchStage(**{key: settings.pop(key) for key in BenchStage.model_fields if key in settings})
-    return bench(
+    rows = bench(
         contenders,
         options,
         make_inputs=settings.pop("make_inputs", make_inputs),
@@ -31,6 +33,7 @@ def run_bench(contenders: list[Contender], **settings) -> list[Speed]:
         warm_up_seconds=0.0,
         **settings,
     )
+    return list(rows)
 
 
 def test_a_bench_has_a_row_for_every_batch_and_length():
@@ -189,6 +192,31 @@ def test_gradients_are_off():
     assert set(seen) == {False}
 
 
+def test_a_time_budget_leaves_out_sizes_that_would_end_after_it_and_names_them(monkeypatch, caplog):
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+
+    def slow(batch: int, length: int) -> torch.Tensor:
+        # A row takes a second per 16 tokens.
+        clock[0] += length / 16
+        return make_inputs(batch, length)
+
+    def lengths(budget: str) -> list[int]:
+        how = {"lengths": [16, 32, 64], "batches": [1], "rounds": 3, "make_inputs": slow, "time_budget": budget}
+        clock[0] = 0.0
+        caplog.clear()
+        return [row.length for row in run_bench([Contender("exact", attend, "base")], **how)]
+
+    # Rows of 1, 2 and 4 seconds: the next one is expected to take as long per token as the last one.
+    assert lengths("7s") == [16, 32, 64]
+    assert caplog.messages == []
+    assert lengths("6.9s") == [16, 32]
+    assert "used up after 2 of 3 sizes. Not timed, as batch × tokens: 1 × 64." in caplog.text
+    # The first is always timed.
+    assert lengths("0.5s") == [16]
+    assert "1 × 32, 1 × 64" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("contenders", "settings", "words"),
     [
@@ -205,12 +233,14 @@ def test_what_cannot_be_timed_is_refused(contenders: list[Contender], settings: 
 
 def test_other_devices_are_refused():
     with pytest.raises(ApproxError, match="cpu or cuda") as caught:
-        bench(
-            [Contender("a", attend, "base")],
-            BenchStage(lengths=[1]),
-            make_inputs=make_inputs,
-            device="meta",
-            dtype="float32",
+        next(
+            bench(
+                [Contender("a", attend, "base")],
+                BenchStage(lengths=[1]),
+                make_inputs=make_inputs,
+                device="meta",
+                dtype="float32",
+            )
         )
     assert caught.value.exit_code == Exit.UNSUPPORTED
 
@@ -227,15 +257,15 @@ def test_ratio_uses_rounds_where_both_are_undisturbed():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_cuda_events_and_memory():
     device = torch.device("cuda")
-    results = bench(
+    (row,) = bench(
         [Contender("exact", attend, "base"), Contender("free", lambda q: q, "ceiling")],
         BenchStage(lengths=[512], rounds=4, seconds=0.0),
         make_inputs=lambda batch, length: torch.randn(batch, 2, length, 64, device=device, dtype=torch.float16),
         device=device,
         dtype="float16",
     )
-    assert known(results[0].base.median_ms) > 0
-    assert known(results[0].base.peak_mb) >= 512 * 64 * 2 * 2 / 1e6
+    assert known(row.base.median_ms) > 0
+    assert known(row.base.peak_mb) >= 512 * 64 * 2 * 2 / 1e6
 
 
 def test_a_round_counts_only_where_neither_of_the_two_was_disturbed():

@@ -3,7 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
-from approx.finetuning.options import FinetuneStage, HealStage, allowed_loss, seconds
+from approx.finetuning.options import FinetuneStage, HealStage, allowed_loss
+from approx.validation import seconds
 
 
 @pytest.mark.parametrize(

@@ -140,14 +140,14 @@ def test_lengths_beyond_the_positions_are_refused_by_the_name_of_the_model(opene
     chosen = opened if label == BASE else {BASE: opened["local"], "local": opened["local"]}
     chosen = {BASE: opened[BASE]} if label == BASE else chosen
     with pytest.raises(ApproxError, match=rf"Length 33 is too long: .*{name} takes 32 positions.*--max-length 33"):
-        measure.measure_speed(chosen, BenchStage(lengths=[8, 33]), None, seed=0, progress=measure.silent)
+        next(measure.measure_speed(chosen, BenchStage(lengths=[8, 33]), None, seed=0, progress=measure.silent))
 
 
 def test_timing_extends_positions_of_copies_and_leaves_the_models(opened):
     before = {label: copy.deepcopy(one.model.state_dict()) for label, one in opened.items()}
     stage = BenchStage(lengths=[8, 40], max_length=40, inputs="synthetic", rounds=3, seconds=0)
     told = []
-    rows = measure.measure_speed(opened, stage, None, seed=0, progress=lambda *what: told.append(what))
+    rows = list(measure.measure_speed(opened, stage, None, seed=0, progress=lambda *what: told.append(what)))
     assert [row.length for row in rows] == [8, 40]
     assert all(row.inputs == "synthetic" and row.fast_products is False for row in rows)
     assert all([variant.name for variant in row.variants] == ["local"] for row in rows)
@@ -161,7 +161,7 @@ def test_timing_extends_positions_of_copies_and_leaves_the_models(opened):
 def test_texts_of_another_kind_of_input_are_refused(opened, folders):
     texts = EvaluateStage(task="librispeech/dev-clean", data=str(folders[2]))
     with pytest.raises(ApproxError, match=r"makes input_values, but .*base takes input_ids") as told:
-        measure.measure_speed(opened, BenchStage(lengths=[8]), texts, seed=0, progress=measure.silent)
+        next(measure.measure_speed(opened, BenchStage(lengths=[8]), texts, seed=0, progress=measure.silent))
     assert told.value.exit_code == Exit.UNSUPPORTED
 
 
@@ -220,7 +220,7 @@ def test_every_model_is_scored_as_what_it_is_with_everything_asked_for(opened, t
         assert (entry.notes, entry.settings, entry.fast_products) == (["read"], {"labels": "a,b"}, False)
         assert (asked["seed"], asked["outputs"], str(asked["data"])) == (7, tmp_path / "outputs", "a/file.csv")
         assert (asked["stage"], asked["device"], asked["task"].labels) == (stage, torch.device("cpu"), ("a", "b"))
-        assert (asked["kept"] is None) == (seeds == 3)
+        assert (asked["ledgers"] is None) == (seeds == 3)
         subjects = asked["subjects"]
         assert {label: one.name for label, one in subjects.items()} == {label: label for label in opened}
         assert all(one.model is opened[label].model for label, one in subjects.items())
@@ -254,7 +254,7 @@ def timed(opened: Any, stage: BenchStage, monkeypatch: Any, texts: Any = None, s
         return [part_of(Speed, length=length) for length in stage.lengths]
 
     monkeypatch.setattr(measure, "bench", bench)
-    rows = measure.measure_speed(opened, stage, texts, seed=seed, progress=measure.silent)
+    rows = list(measure.measure_speed(opened, stage, texts, seed=seed, progress=measure.silent))
     return SimpleNamespace(**asked), rows
 
 
@@ -367,7 +367,7 @@ def test_images_are_those_of_the_task_in_the_dtype_of_the_model(tmp_path, monkey
 
 def test_a_record_holds_what_was_measured(opened):
     stage = BenchStage(lengths=[8, 16], inputs="synthetic", rounds=3, seconds=0)
-    rows = measure.measure_speed(opened, stage, None, seed=0, progress=measure.silent)
+    rows = list(measure.measure_speed(opened, stage, None, seed=0, progress=measure.silent))
     trainings = [part_of(Trained, name="local", before=0.5)]
     quality = [part_of(Quality, task="glue/sst2", examples=9)]
     recipe = part_of(RecipeText, text="a recipe")

@@ -787,6 +787,8 @@ class Search:
         check(stage)
         self.stage, self.folder, self.seed, self.progress = stage, folder, seed, progress
         self.begun = time.monotonic()
+        # Of one plan that was tried.
+        self.trial_seconds = 0.0
         self.facts = facts_of(base, stage)
         self.candidates = candidates(stage, self.facts)
         progress("read the data", 0, 1)
@@ -914,10 +916,14 @@ class Search:
 
         trials = self.trials
         about = (trials.space, trials.divergence)
+        begun, known = self._elapsed(), len(trials.measured)
         if self.stage.allowed is None:
             assert longest is not None
-            return least_damage(*about, longest, trials.divergences, more)
-        return fastest_within(*about, trials.loss, self.stage.allowed[1], trials.divergences, more)
+            best = least_damage(*about, longest, trials.divergences, more)
+        else:
+            best = fastest_within(*about, trials.loss, self.stage.allowed[1], trials.divergences, more)
+        self.trial_seconds = (self._elapsed() - begun) / max(len(trials.measured) - known, 1)
+        return best
 
     def _elapsed(self) -> float:
         return time.monotonic() - self.begun
@@ -940,10 +946,9 @@ class Search:
         """Measure finalists, the front and uniform plans on the proof, and choose among the finalists."""
         finalists = [min(self.trials.measured, key=self.trials.loss)] if best is None else self._finalists(best)
         labels = {f"finalist {number + 1}": plan for number, plan in enumerate(finalists)}
-        if self.stage.seconds is None or self._elapsed() < self.stage.seconds:
-            for name, plan in self._compared_plans(plans).items():
-                if plan not in labels.values():
-                    labels[name] = plan
+        others = {name: plan for name, plan in self._compared_plans(plans).items() if plan not in labels.values()}
+        compared = list(others)[: self._room(len(finalists))]
+        labels |= {name: others[name] for name in compared}
         rules = {name: self.composer.plan(self.trials.choices(plan)) for name, plan in labels.items()}
         changed = {name: one for name, one in rules.items() if one is not None}
         models = {name: self.composer.make(self.trials.choices(labels[name])) for name in changed}
@@ -958,7 +963,20 @@ class Search:
             labels[reported] if reported else None, proven.proofs[reported] if reported else None, feasible=feasible
         )
         outcome.notes += self._better(proven.proofs, reported)
+        if left_out := list(others)[len(compared) :]:
+            outcome.notes.append(
+                f"The time budget of {self.stage.time_budget} had no room to measure {', '.join(left_out)} for comparison."
+            )
         return proven.fill(outcome, models, reported)
+
+    def _room(self, finalists: int) -> int | None:
+        """How many plans the time budget leaves room to compare with the finalists on the proof; None for all."""
+        if self.stage.seconds is None:
+            return None
+        # A plan takes as long as in the trials, for each example; the base is measured too.
+        each = self.trial_seconds * self.judge.proof.inputs / self.judge.search.inputs
+        left = self.stage.seconds - self._elapsed() - (finalists + 1) * each
+        return max(int(left / each), 0) if each > 0 else None
 
     def _better(self, proofs: Mapping[str, Proof], chosen: str | None) -> list[str]:
         """A note if a uniform plan turned out faster than the chosen one, and within the budget.

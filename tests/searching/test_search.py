@@ -424,6 +424,23 @@ def test_a_time_budget_ends_the_measurements_before_the_proof(searching, monkeyp
     assert short.proof is not None
 
 
+def test_a_time_budget_leaves_plans_out_of_the_comparison_and_names_them(searching, monkeypatch):
+    made = searching(budget="kl<=10", time_budget="100s")
+    monkeypatch.setattr(made, "_elapsed", lambda: 50.0)
+    # A plan takes 10 seconds on the proof; the base and two finalists come first.
+    made.trial_seconds = 10.0 * made.judge.search.inputs / made.judge.proof.inputs
+    assert [made._room(2), made._room(4), made._room(9)] == [2, 0, 0]
+    made.trial_seconds = 0.0
+    assert made._room(2) is None
+    monkeypatch.setattr(made, "_room", lambda finalists: 1)
+    found = made.run()
+    compared = [name for name in found.models if name != "found" and not name.startswith("finalist")]
+    assert len(compared) == 1
+    (note,) = [note for note in found.notes if "no room to measure" in note]
+    assert note.startswith("The time budget of 100s had no room to measure ")
+    assert compared[0] not in note.partition(" measure ")[2].removesuffix(" for comparison.").split(", ")
+
+
 def test_interrupted_it_keeps_the_best_so_far(searching):
     def interrupt(what: str, done: int, total: int) -> None:
         if what.startswith("time the plans"):

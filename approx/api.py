@@ -108,8 +108,8 @@ def finetune(
     """Train a converted model until it is as good as before, or an exact one for comparison.
 
     Args:
-        model: A folder, a model id of the hub, or `quickstart`, which is trained into `output`; or a loaded model, which is
-            trained in place and on its device.
+        model: A folder, a model id of the hub, or `quickstart`, which is trained into `output`; or a loaded model,
+            which is trained in place and on its device.
         output: The folder to make; for a loaded model the folder of its checkpoints, a temporary one without it.
         stage: The training, instead of options by name.
         processor: The tokenizer or processor of a loaded model, or the folder that holds it.
@@ -118,7 +118,7 @@ def finetune(
         force: Whether an existing `output` is replaced, and an unfinished training into it is started over.
         revision: Commit of the hub.
         offline: Whether only local files and the hub's cache may be used.
-        merge_adapter: Whether an adapter of PEFT beside the weights, or one whose folder is given, is merged into them.
+        merge_adapter: Whether a PEFT adapter next to the weights, or one named by its folder, is merged into them.
         device: `auto`, `cpu` or `cuda`.
         progress: Called with what happens, steps done and steps in all.
         options: As of `approx.finetuning.options.FinetuneStage`: recover, task, data, text, steps, time_budget, …
@@ -127,8 +127,8 @@ def finetune(
         The modes with their curves, and the held-out score with exact attention, before training and after it.
 
     Raises:
-        ApproxError: if an option is unknown or out of range, a mode cannot be used, model and data do not fit together, the
-            budget is met already, or the loss is not finite.
+        ApproxError: if an option is unknown or out of range, a mode cannot be used, model and data do not fit together,
+            the budget is met already, or the loss is not finite.
     """
     from approx.finetuning.finetune import finetune as train
     from approx.finetuning.finetune import finetune_folder
@@ -206,10 +206,10 @@ def evaluate(
         model: A folder, a hub model id, or `quickstart`; or a loaded model, which keeps its device and dtype, and whose
             outputs are not stored.
         task: Name of the task, e.g. `glue/sst2`; or the whole stage, instead of options by name.
-        against: The base to compare with. By default a converted checkpoint is compared with its own weights under exact
-            attention, and a stock one with nothing.
-        extend_base: Whether to give the base as many positions as the model, by repeating its table as a conversion with
-            a longer `max_length` does.
+        against: The base to compare with. By default a converted checkpoint is compared with its own weights under
+            exact attention, and a stock one with nothing.
+        extend_base: Whether to give the base as many positions as the model, by repeating its table as a conversion
+            with a longer `max_length` does.
         processor: The tokenizer or processor of a loaded model, or the folder that holds it.
         outputs: Parquet file for the outputs of each example.
         fresh: Whether to ignore stored outputs and store none.
@@ -217,7 +217,7 @@ def evaluate(
         device: `auto`, `cpu` or `cuda`.
         dtype: `auto` or the name of a torch dtype.
         offline: Whether to use only local files and the hub's cache.
-        merge_adapter: Whether an adapter of PEFT beside the weights, or one whose folder is given, is merged into them.
+        merge_adapter: Whether a PEFT adapter next to the weights, or one named by its folder, is merged into them.
         command: The command as typed, for the record.
         progress: Called with stage, done and total.
         options: Options of `approx.evaluation.options.EvaluateStage`: data, split, limit, margin, settings, …
@@ -236,7 +236,8 @@ def evaluate(
     label = label_of(model)
     if stage.seeds > 1 and len(opened) == 1:
         raise ApproxError(
-            f"Several seeds need a converted checkpoint, but {opened[BASE].source.name} is not converted. Leave out --seeds."
+            f"Several seeds need a converted checkpoint, but {opened[BASE].source.name} is not converted. Leave out "
+            "--seeds."
         )
     opened, extended = with_extended_base(opened) if extend_base else (opened, None)
     # A loaded model may differ in more than its weights and config, so its outputs have no key.
@@ -280,17 +281,19 @@ def bench(
         device: `auto`, `cpu` or `cuda`.
         dtype: `auto` or the name of a torch dtype.
         offline: Whether to use only local files and the hub's cache.
-        merge_adapter: Whether an adapter of PEFT beside the weights, or one whose folder is given, is merged into them.
+        merge_adapter: Whether a PEFT adapter next to the weights, or one named by its folder, is merged into them.
         command: The command as typed, for the record.
         progress: Called with stage, done and total.
         interrupted: Called on Ctrl-C with the record of the sizes that were measured until then, if there are any.
-        options: Options of `approx.evaluation.options.BenchStage`: batches, max_length, rounds, seconds, time_budget, mode, …
+        options: Options of `approx.evaluation.options.BenchStage`: batches, max_length, rounds, seconds, time_budget,
+            mode, …
 
     Returns:
         The record; `to_data()` gives it as plain data.
 
     Raises:
-        ApproxError: if an option is unknown or out of range, the lengths do not fit the positions, or the base is not exact.
+        ApproxError: if an option is unknown or out of range, the lengths do not fit the positions, or the base is not
+            exact.
     """
     texts = None if task is None else build(EvaluateStage, "bench", task=task, data=data, settings=settings or {})
     whole = lengths if isinstance(lengths, BenchStage) else None
@@ -354,8 +357,8 @@ def search(
         proof meets what was asked for.
 
     Raises:
-        ApproxError: if an option is unknown, out of range or contradicts another, the model does not fit, an output exists, or
-            nothing could be as fast as asked (exit code 7).
+        ApproxError: if an option is unknown, out of range or contradicts another, the model does not fit, an output
+            exists, or nothing could be as fast as asked (exit code 7).
     """
     from approx.pipeline.run import folder_of
     from approx.pipeline.run import search as run_search

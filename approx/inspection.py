@@ -23,7 +23,7 @@ def inspect(
         name: A folder, a hub model id, or `quickstart`.
         revision: Commit on the hub.
         offline: Whether to use only local files and the hub's cache.
-        merge_adapter: Whether an adapter of PEFT beside the weights, or one whose folder is given, is merged into them.
+        merge_adapter: Whether a PEFT adapter next to the weights, or one named by its folder, is merged into them.
 
     Raises:
         ApproxError: if the checkpoint does not exist or is not supported.
@@ -78,7 +78,7 @@ def plan(
         lengths: Sequence lengths to count at, in tokens.
         revision: Commit on the hub.
         offline: Whether to use only local files and the hub's cache.
-        merge_adapter: Whether an adapter of PEFT beside the weights, or one whose folder is given, is merged into them.
+        merge_adapter: Whether a PEFT adapter next to the weights, or one named by its folder, is merged into them.
 
     Raises:
         ApproxError: with every mistake of the plan.

@@ -32,7 +32,7 @@ class Study(Model):
         bench: Grids of lengths and batch sizes to time at, in order.
         heal: Trainings of the converted variants, in order.
         revision: Commit on the hub.
-        merge_adapter: Whether an adapter of PEFT beside the weights, or one whose folder is given, is merged into them.
+        merge_adapter: Whether a PEFT adapter next to the weights, or one named by its folder, is merged into them.
         notice: A sentence shown above everything else in the report.
         seed: Seed of all random choices.
         device: `auto`, `cpu` or `cuda`.
@@ -244,8 +244,8 @@ def replaced(
     Args:
         recipe: The recipe.
         checkpoint: Checkpoint in place of the recipe's.
-        data: Files in place of the recipe's: `PATH` for the only task, `TASK=PATH`, or `OLD=PATH` for a path that the recipe
-            names.
+        data: Files in place of the recipe's: `PATH` for the only task, `TASK=PATH`, or `OLD=PATH` for a path that the
+            recipe names.
         limit: Number of examples of every evaluation, from the first.
 
     Raises:
@@ -291,5 +291,6 @@ def _replacement(recipe: Recipe, given: str) -> tuple[str, str]:
     if len(tasks) == 1 and not (equals and not Path(given).exists()):
         return next(iter(tasks)), given
     raise ApproxError(
-        f"'--data {given}' does not say whose files it replaces. Give WHICH=PATH, where WHICH is one of {', '.join(known)}."
+        f"'--data {given}' does not say whose files it replaces. Give WHICH=PATH, where WHICH is one of "
+        f"{', '.join(known)}."
     )

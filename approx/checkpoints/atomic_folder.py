@@ -1,7 +1,7 @@
-"""Folders that are ours: written atomically, claimed by a file inside them, and never recognised by their names.
+"""Folders of approx: written atomically, claimed by a file inside them, and never recognised by their names.
 
 Every folder that this tool removes, renames or fills holds a claim, the file `.approx-claim.json`, which names the
-folder and its purpose. What stands beside an output under any name, without a claim, belongs to the user and stays as
+folder and its purpose. Anything next to an output without a claim, whatever its name, belongs to the user and stays as
 it is.
 """
 
@@ -33,10 +33,10 @@ _SHOWN = 3
 
 
 class Claim(BaseModel):
-    """What a claim says.
+    """The content of a claim.
 
     Attributes:
-        approx: Always true; it tells the file from others.
+        approx: Always true; it distinguishes the file from others.
         kind: The purpose of the folder.
         folder: Name of the folder when it was claimed; a copy of a temporary folder under another name is the user's.
         host: Name of the machine or container.
@@ -56,7 +56,7 @@ class Claim(BaseModel):
 
 
 def claimed(folder: Path) -> Claim | None:
-    """The claim on a folder; None if it is not ours. A link is no claim: we make none, and it may lead anywhere."""
+    """The claim on a folder; None if approx did not make it. A link never counts: it may lead anywhere."""
     try:
         if (folder / CLAIM).is_symlink():
             return None
@@ -132,7 +132,7 @@ def remove(folder: Path, kind: Kind, last: str = "") -> None:
     Args:
         folder: The folder.
         kind: The purpose.
-        last: The file that goes just before the claim, because it says that the others are not needed.
+        last: The file to remove just before the claim, because it records that the others are not needed.
 
     Raises:
         ApproxError: if something in it cannot be removed; the claim then remains.
@@ -192,7 +192,7 @@ def atomic_folder(out: Path, *, force: bool = False, sealed: bool = True) -> Ite
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
             _tidy_up(out)
-            # It holds the new folder, later the old one too, so neither needs a claim of its own.
+            # It holds the new folder, later the old one too, so neither needs a separate claim.
             place = _workplace(out)
             stack.callback(_dropped, place)
             stack.enter_context(locked(place / CLAIM, keep=True))
@@ -224,27 +224,27 @@ def atomic_folder(out: Path, *, force: bool = False, sealed: bool = True) -> Ite
 
 
 def keep_failed(folder: Path, out: Path) -> Path:
-    """Keep a folder that did not pass its checks as `OUT.failed`, or with a number where that name is the user's.
+    """Keep a folder that did not pass its checks as `OUT.failed`, with a number if the user has a folder of that name.
 
     Args:
-        folder: The folder that `atomic_folder` gave.
+        folder: The folder from `atomic_folder`.
         out: The output that it was meant for.
 
     Returns:
         Where it is now.
     """
     out, number = Path(out).resolve(), 1
-    kept = out.with_name(f"{out.name}.failed")
-    while kept.is_symlink() or kept.exists():
-        found = claimed(kept)
-        if found is not None and (found.kind, found.folder) == ("failed", kept.name):
-            _remove(kept)
+    failed = out.with_name(f"{out.name}.failed")
+    while failed.is_symlink() or failed.exists():
+        found = claimed(failed)
+        if found is not None and (found.kind, found.folder) == ("failed", failed.name):
+            _remove(failed)
             break
         number += 1
-        kept = out.with_name(f"{out.name}.failed-{number}")
-    _write_claim(folder, "failed", kept.name)
-    os.replace(folder, kept)
-    return kept
+        failed = out.with_name(f"{out.name}.failed-{number}")
+    _write_claim(folder, "failed", failed.name)
+    os.replace(folder, failed)
+    return failed
 
 
 @contextlib.contextmanager
@@ -318,15 +318,15 @@ def _here() -> Path:
 
 def _refuse_foreign(out: Path, found: set[str]) -> None:
     """Check that all in a folder that is about to be replaced was written by this tool."""
-    own = _own_files(out)
-    if own is None:
+    written = _own_files(out)
+    if written is None:
         raise ApproxError(
             f"{out} was not written by approx: it holds {_listed(sorted(found))}, but neither {MANIFEST} nor {CLAIM}, "
             "and --force replaces only what approx wrote. Choose another output folder, or remove it yourself.",
             Exit.REFUSED,
         )
     files = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_symlink() or not path.is_dir()}
-    foreign = sorted(name for name in files - own if not name.startswith(_BY_OTHERS))
+    foreign = sorted(name for name in files - written if not name.startswith(_BY_OTHERS))
     if foreign:
         raise ApproxError(
             f"{out} also holds {_listed(foreign)}, which approx did not write, so --force does not replace it. Move "
@@ -349,7 +349,7 @@ def _listed(names: list[str]) -> str:
 
 
 def refuse_unwritable(out: Path) -> None:
-    """Check that a folder can be created beside `out`, before the long work starts; the check leaves nothing behind.
+    """Check that a folder can be created next to `out`, before the long work starts; the check leaves nothing behind.
 
     Raises:
         ApproxError: if it cannot.
@@ -395,7 +395,7 @@ def _flush_all(folder: Path) -> None:
 
 
 def _workplace(out: Path) -> Path:
-    """An empty folder of an unused name beside an output."""
+    """An empty folder of an unused name next to an output."""
     while True:
         place = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
         with contextlib.suppress(FileExistsError):
@@ -411,7 +411,7 @@ def _dropped(place: Path) -> None:
 
 def _claim_output(folder: Path, out: Path) -> None:
     files = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
-    # It may be given to others, so it does not name this machine.
+    # The user may share it, so it does not name this machine.
     _write(folder, Claim(approx=True, kind="output", folder=out.name, files=files))
 
 
@@ -432,7 +432,7 @@ def _replace(place: Path, out: Path) -> None:
 
 def _tidy_up(out: Path) -> None:
     """Remove leftovers of killed runs; restore an original that was moved aside but not replaced."""
-    # A leftover lock goes with whoever takes it; another process may hold it.
+    # Taking a leftover lock removes it; another process may hold it.
     if (lock := out.with_name(f".{out.name}.lock")).is_file():
         with contextlib.suppress(OSError), locked(lock, wait=False):
             pass

@@ -1,7 +1,8 @@
 """The code written into a converted folder: whole files of this package, without dispatch unless C and Triton go along.
 
-All files are beside the weights and import each other relatively, since transformers does not copy folders. In place of an
-op's `api.py`, which chooses among implementations, travels its `reference.py`, which has the same names in plain PyTorch.
+All files are next to the weights and import each other relatively, since transformers does not copy folders. In place
+of an op's `api.py`, which chooses among implementations, its `reference.py` travels, which has the same names in plain
+PyTorch.
 """
 
 import ast
@@ -116,7 +117,7 @@ def _flatten(module: str, kernels: bool) -> tuple[str, list[str]]:
     lines, needed = text.splitlines(), []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import) and any(alias.name.split(".")[0] in OURS for alias in node.names):
-            raise RuntimeError(f"{module}, line {node.lineno}: write 'from … import …', so that the code can be copied")
+            raise RuntimeError(f"{module}, line {node.lineno}: write 'from … import …', so that the code can travel")
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in OURS:
             source = node.module if kernels else _plain(node.module)
             needed.append(source)
@@ -166,18 +167,18 @@ def _modeling(config_class: type, model_class: type, mechanisms: Iterable[str], 
     )
     imports = "".join(f"    {name},\n" for name in stock)
     configuration = f"from .configuration_approx_{_file(family)} import {config_class_name(config_class)}\n"
-    own = _own_code(mechanisms, kernels)
+    base_class = _own_code(mechanisms, kernels)
     if not kernels:
         # The installed package's base class runs C and Triton.
         configuration = f"from .{_flat(_INTERNALS)} import installed_model\n{configuration}"
-        indented = "".join(f"    {line}\n" for line in own.splitlines())
-        own = (
+        indented = "".join(f"    {line}\n" for line in base_class.splitlines())
+        base_class = (
             f'\nApproxModel = installed_model(layout={FORMAT}, version="{__version__}")\n'
             f"if ApproxModel is None:\n{indented}"
         )
     return (
         f'{NOTE}\n"""The converted classes of the family."""\n\nfrom transformers import (\n{imports})\n\n'
-        f"{configuration}{own}{classes}"
+        f"{configuration}{base_class}{classes}"
     )
 
 

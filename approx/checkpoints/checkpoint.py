@@ -1,4 +1,4 @@
-"""Open a stock or converted checkpoint from a folder or the hub; hash what is loaded, and reject what would silently load wrongly."""
+"""Open a stock or converted checkpoint from a folder or the hub; hash it, and reject what would load wrongly."""
 
 import hashlib
 import json
@@ -42,7 +42,7 @@ _PATTERNS += [
     "[Cc][Oo][Pp][Yy][Ii][Nn][Gg]*",
     "[Uu][Ss][Ee]_[Pp][Oo][Ll]*",
 ]
-# A converted folder has its code beside the weights; what is in folders below has nothing to do with it.
+# A converted folder has its code next to the weights; folders below it are unrelated.
 _IGNORED = ["*/*.py"]
 # Some networks drop packets silently, and the client would wait for minutes by default.
 _SECONDS = 10
@@ -63,7 +63,7 @@ def download(name: str, *, revision: str | None, offline: bool, allow_pickle: bo
     Raises:
         ApproxError: if it does not exist, access is denied, or the hub does not answer.
     """
-    asked, reachable = revision, True
+    requested, reachable = revision, True
     try:
         if not offline:
             revision, reachable = _commit(name, revision)
@@ -85,7 +85,7 @@ def download(name: str, *, revision: str | None, offline: bool, allow_pickle: bo
         ) from None
     except errors.RevisionNotFoundError:
         raise ApproxError(
-            f"'{name}' has no revision '{asked}'. Leave --revision out, or name one.", Exit.UNAVAILABLE
+            f"'{name}' has no revision '{requested}'. Leave --revision out, or name one.", Exit.UNAVAILABLE
         ) from None
     except errors.HFValidationError:
         raise ApproxError(
@@ -94,15 +94,15 @@ def download(name: str, *, revision: str | None, offline: bool, allow_pickle: bo
     except errors.LocalEntryNotFoundError:
         why = "(--offline)" if offline else "either, and the hub cannot be reached"
         raise ApproxError(
-            f"'{name}' is not a local folder, and it is not in the hub's local cache {why}. Give the path of a folder, or "
-            "connect to the network.",
+            f"'{name}' is not a local folder, and it is not in the hub's local cache {why}. Give the path of a folder, "
+            "or connect to the network.",
             Exit.UNAVAILABLE,
         ) from None
     except Exception as error:
         # Which HTTP library raises here depends on the version of the client.
         raise ApproxError(
-            f"'{name}' could not be downloaded: {type(error).__name__}: {' '.join(str(error).split())[:200]} Try again; finished "
-            "downloads stay in the cache.",
+            f"'{name}' could not be downloaded: {type(error).__name__}: {' '.join(str(error).split())[:200]} Try "
+            "again; finished downloads stay in the cache.",
             Exit.UNAVAILABLE,
         ) from error
     return folder, folder.name
@@ -135,7 +135,7 @@ def _commit(name: str, revision: str | None) -> tuple[str | None, bool]:
 
 
 def settings(path: Path) -> dict[str, Any]:
-    """The settings in a file; none if there is no file.
+    """The settings in a file; empty if there is no file.
 
     Raises:
         ApproxError: if it is not a JSON object.
@@ -160,7 +160,7 @@ def try_out(reader: Any) -> None:
     Raises:
         ValueError: if it does not.
     """
-    # transformers makes whatever class of its own the settings name, a model too.
+    # transformers instantiates any of its classes that the settings name, a model too.
     if not isinstance(reader, (PreTrainedTokenizerBase, ProcessorMixin, FeatureExtractionMixin, ImageProcessingMixin)):
         raise ValueError(f"its class is {type(reader).__name__}, which is neither a tokenizer nor a processor")
     tokenizer = getattr(reader, "tokenizer", reader)
@@ -190,7 +190,7 @@ PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 # The order in which transformers looks for weights.
 _IN_ORDER = (_SINGLE, INDEX, PICKLE, PICKLE_INDEX)
 _OTHER_WEIGHTS = (".gguf", ".safetensors", ".bin", ".h5", ".msgpack", ".pt", ".pth", ".ckpt")
-# With these files beside the weights, transformers adds an adapter to the model wherever peft is installed.
+# With these files next to the weights, transformers adds an adapter to the model wherever peft is installed.
 ADAPTER = "adapter_config.json"
 _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 # Models are built from these numbers before any weight is read; a corrupt one would keep the machine busy for hours.
@@ -201,12 +201,14 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The raw `config.json` of a checkpoint.
 
     Raises:
-        ApproxError: if it is missing, not JSON, a git-lfs pointer, has absurdly large counts, or uses relative positions.
+        ApproxError: if it is missing, not JSON, a git-lfs pointer, has absurdly large counts, or uses relative
+            positions.
     """
     path = folder / "config.json"
     if not path.is_file():
         raise ApproxError(
-            f"config.json is missing in {folder}. Give the folder of a transformers checkpoint, or a model id of the hub.",
+            f"config.json is missing in {folder}. Give the folder of a transformers checkpoint, or a model id of the "
+            "hub.",
             Exit.UNAVAILABLE,
         )
     _refuse_lfs(path)
@@ -218,7 +220,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ApproxError(f"{path} is not a valid config: {error}. Download it again.", Exit.UNAVAILABLE) from None
     if not isinstance(config.get("model_type"), str):
         raise ApproxError(
-            f"{path} has no 'model_type', so the family of the model is unknown. Save the model with a current transformers.",
+            f"{path} has no 'model_type', so the family of the model is unknown. Save the model with a current "
+            "transformers.",
             Exit.UNAVAILABLE,
         )
     beyond = [
@@ -229,21 +232,21 @@ def read_config(folder: Path) -> dict[str, Any]:
     ]
     if beyond:
         raise ApproxError(
-            f"{path} says {', '.join(beyond)}, which is implausible. It is damaged; download it again.",
+            f"{path} has {', '.join(beyond)}, which is implausible. It is damaged; download it again.",
             Exit.UNAVAILABLE,
         )
     relative = config.get("position_embedding_type", "absolute")
     if relative not in ("absolute", None, "rotary"):
         raise ApproxError(
-            f"{path} sets position_embedding_type '{relative}', which transformers 5 ignores and no mechanism supports. "
-            "Only checkpoints with absolute positions can be converted.",
+            f"{path} sets position_embedding_type '{relative}', which transformers 5 ignores and no mechanism "
+            "supports. Only checkpoints with absolute positions can be converted.",
             Exit.UNSUPPORTED,
         )
     return config
 
 
 def refuse_leaving_links(folder: Path) -> None:
-    """Check that no file of a checkpoint is a symbolic link to a place outside its folder; it could be copied or uploaded.
+    """Check that no file of a checkpoint is a symbolic link out of its folder; it could be copied or uploaded.
 
     Raises:
         ApproxError: naming the link and where it leads.
@@ -265,7 +268,7 @@ def refuse_half_converted(folder: Path, config: dict[str, Any]) -> None:
     """Refuse a converted folder whose config does not say how: transformers would compute exact attention.
 
     Raises:
-        ApproxError: naming what says that it was converted, and what was lost or is wrong.
+        ApproxError: naming the sign of a conversion, and what was lost or is wrong.
     """
     block, converted = config.get("approx"), config["model_type"].startswith("approx_")
     sites = block.get("sites") if isinstance(block, dict) else None
@@ -281,14 +284,14 @@ def refuse_half_converted(folder: Path, config: dict[str, Any]) -> None:
         return
     lost = f"'model_type' is {config['model_type']}" if whole else "'approx' lists no mechanisms"
     raise ApproxError(
-        f"{folder / 'config.json'} is damaged: the folder was converted ({sign}), but {lost}. Copy the folder again, or convert "
-        "the base checkpoint again.",
+        f"{folder / 'config.json'} is damaged: the folder was converted ({sign}), but {lost}. Copy the folder again, "
+        "or convert the base checkpoint again.",
         Exit.UNAVAILABLE,
     )
 
 
 def _sign_of_conversion(folder: Path, config: dict[str, Any]) -> str | None:
-    """What beside 'approx' and 'model_type' tells that a folder was converted; None if nothing does."""
+    """A sign, besides 'approx' and 'model_type', that a folder was converted; None if there is none."""
     architectures = config.get("architectures")
     if isinstance(architectures, list) and any(str(one).startswith("Approx") for one in architectures):
         return f"'architectures' is {architectures[0]}"
@@ -306,9 +309,9 @@ def _sign_of_conversion(folder: Path, config: dict[str, Any]) -> str | None:
 def weight_files(folder: Path, *, allow_pickle: bool = False) -> list[Path]:
     """The weight files that transformers loads from a folder, checked for LFS pointers, truncation and wrong headers.
 
-    The order of preference is that of `from_pretrained`: the file that the config names, one safetensors file, an index of
-    several, and then the same as pickles. Whatever opens, hashes, compares or copies weights asks here, so that the name
-    of a model is that of the weights which run.
+    The order of preference is that of `from_pretrained`: the file that the config names, one safetensors file, an index
+    of several, and then the same as pickles. Whatever opens, hashes, compares or copies weights asks here, so that the
+    name of a model is that of the weights which run.
 
     Args:
         folder: Folder of the checkpoint.
@@ -328,8 +331,8 @@ def weight_files(folder: Path, *, allow_pickle: bool = False) -> list[Path]:
         right = Path(first).name == first and first.endswith((".safetensors", ".safetensors.index.json"))
         if not right or not os.path.isfile(folder / first):
             raise ApproxError(
-                f"'transformers_weights' in {folder / 'config.json'} is '{first}', which is not a safetensors file of this folder. "
-                "Download it, or delete the key to load model.safetensors.",
+                f"'transformers_weights' in {folder / 'config.json'} is '{first}', which is not a safetensors file of "
+                "this folder. Download it, or delete the key to load model.safetensors.",
                 Exit.UNAVAILABLE,
             )
     if first in (PICKLE, PICKLE_INDEX) and not allow_pickle:
@@ -362,7 +365,7 @@ def unused_weights(folder: Path, files: Sequence[Path]) -> str | None:
 
 
 def adapter_names(folder: Path) -> list[str]:
-    """Names of the files of an adapter of PEFT in a folder; empty if there is none, its config alone without its weights."""
+    """Names of the files of a PEFT adapter in a folder, or of its config without weights; empty without an adapter."""
     if not os.path.isfile(folder / ADAPTER):
         return []
     return [ADAPTER, *[name for name in _ADAPTER_WEIGHTS if os.path.isfile(folder / name)][:1]]
@@ -400,8 +403,8 @@ def _no_weights(folder: Path) -> str:
     found = sorted(path.name for path in folder.iterdir() if path.suffix in _OTHER_WEIGHTS)
     if found and found[0].endswith(".gguf"):
         return (
-            f"{folder} holds its weights as GGUF ({found[0]}), which transformers only reads when asked to. Load them with "
-            f"from_pretrained(…, gguf_file='{found[0]}'), and save the model as safetensors."
+            f"{folder} holds its weights as GGUF ({found[0]}), which transformers reads only on request. Load them "
+            f"with from_pretrained(…, gguf_file='{found[0]}'), and save the model as safetensors."
         )
     others = f"; {', '.join(found[:3])} has another name, which transformers does not load by itself" if found else ""
     return f"{folder} holds no weights: neither {_SINGLE} nor {INDEX} exists{others}. Give a folder with weights."
@@ -508,7 +511,7 @@ def find(folder: Path) -> Adapter | None:
 
 
 def refuse(name: str, adapter: Adapter, *, alone: bool) -> None:
-    """Refuse a checkpoint with an adapter that was not asked for.
+    """Refuse a checkpoint with an adapter that is not to be merged.
 
     Raises:
         ApproxError: saying what it is, and how to merge it.
@@ -516,11 +519,15 @@ def refuse(name: str, adapter: Adapter, *, alone: bool) -> None:
     merge = "Merge it with --merge-adapter (in Python and recipes merge_adapter: true)"
     if alone:
         base = f"of '{adapter.base}'" if adapter.base else "whose config does not name its base"
-        text = f"{name} is a {adapter.kind} adapter {base}, not a whole model. {merge}, or save the merged model and give its folder."
+        text = (
+            f"{name} is a {adapter.kind} adapter {base}, not a whole model. {merge}, or save the merged model and give "
+            "its folder."
+        )
     else:
         text = (
-            f"{name} holds a {adapter.kind} adapter ({ADAPTER}) beside the weights. transformers adds it where peft is installed and "
-            f"ignores it elsewhere, so it is not settled which model is meant. {merge}, or move it out of the folder."
+            f"{name} holds a {adapter.kind} adapter ({ADAPTER}) next to the weights. transformers adds it where peft "
+            f"is installed and ignores it elsewhere, so the model is ambiguous. {merge}, or move it out "
+            "of the folder."
         )
     raise ApproxError(text, Exit.REFUSED)
 
@@ -551,8 +558,8 @@ def refuse_unmergeable(adapter: Adapter, *, allow_pickle: bool) -> None:
         )
     if adapter.kind in _PROMPTS or adapter.kind not in set(peft.PeftType):
         raise ApproxError(
-            f"{adapter.folder} holds a {adapter.kind} adapter, which has no weights to merge into the model. Only adapters of "
-            "linear layers, such as LORA, can be merged.",
+            f"{adapter.folder} holds a {adapter.kind} adapter, which has no weights to merge into the model. Only "
+            "adapters of linear layers, such as LORA, can be merged.",
             Exit.UNSUPPORTED,
         )
 
@@ -561,7 +568,8 @@ def merge(model: Any, adapter: Adapter) -> tuple[Any, set[str]]:
     """Add an adapter to the weights of a loaded model.
 
     Returns:
-        The model, of the class it had, and the names of its parameters that the adapter brought whole, such as a task head.
+        The model, of the class it had, and the names of its parameters that the adapter brought whole, such as a task
+        head.
 
     Raises:
         ApproxError: if the adapter does not fit the model.
@@ -589,8 +597,8 @@ def merge(model: Any, adapter: Adapter) -> tuple[Any, set[str]]:
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     raise ApproxError(
-        f"The {adapter.kind} adapter in {adapter.folder} could not be merged into a {kind} ({reason}). Merge it where it was "
-        "trained, with merge_and_unload() and save_pretrained(), and give that folder.",
+        f"The {adapter.kind} adapter in {adapter.folder} could not be merged into a {kind} ({reason}). Merge it where "
+        "it was trained, with merge_and_unload() and save_pretrained(), and give that folder.",
         Exit.UNAVAILABLE,
     )
 
@@ -669,7 +677,8 @@ def locate(
         revision: Branch, tag or commit on the hub.
         offline: Whether to use only local files and the hub's cache.
         allow_pickle: Whether pickled weights are downloaded too.
-        merge_adapter: Whether an adapter beside the weights, or one whose folder is given, is merged when they are loaded.
+        merge_adapter: Whether an adapter next to the weights, or one named by its folder, is merged when they are
+            loaded.
 
     Raises:
         ApproxError: if it does not exist, its family is not supported, or it holds an adapter that is not to be merged.
@@ -729,7 +738,7 @@ def load(
         dtype: `auto` for the config's, or the name of a torch dtype.
         device: Device of the model.
         edited: Names of files of a converted folder that may differ from its manifest; its card always may.
-        merge_adapter: Whether an adapter beside the weights, or one whose folder is given, is merged into them.
+        merge_adapter: Whether an adapter next to the weights, or one named by its folder, is merged into them.
 
     Raises:
         ApproxError: if anything is missing, damaged or unsupported.
@@ -754,8 +763,8 @@ def load(
         raise
     except pickle.UnpicklingError as error:
         raise ApproxError(
-            f"{files[0]} was not loaded: it is a pickle that is damaged or holds more than tensors. Get the checkpoint as "
-            "safetensors.",
+            f"{files[0]} was not loaded: it is a pickle that is damaged or holds more than tensors. Get the checkpoint "
+            "as safetensors.",
             Exit.UNAVAILABLE,
         ) from error
     except Exception as error:
@@ -773,7 +782,8 @@ def load(
         notes.append(f"The {source.adapter.kind} adapter in {source.adapter.folder} was merged into the weights.")
     if not source.converted and source.raw.get("auto_map"):
         notes.append(
-            f"config.json names code of its own for this model; it is not run: the model is transformers' {model_class.__name__}."
+            "config.json names custom code for this model; it is not run: the model is transformers' "
+            f"{model_class.__name__}."
         )
     refuse_non_finite(model.state_dict().items(), str(source.folder))
     return Checkpoint(source, model.eval().to(device), _digest(files), notes)
@@ -788,21 +798,21 @@ def refuse_unquantisable(source: Source) -> None:
     quantised = source.raw.get("quantization_config")
     if not quantised:
         return
-    told = quantised.get("quant_method", "an unnamed method") if isinstance(quantised, dict) else "an unnamed method"
+    method = quantised.get("quant_method", "an unnamed method") if isinstance(quantised, dict) else "an unnamed method"
     remedy = "or give the checkpoint from which it was quantised."
     try:
         quantizer = AutoHfQuantizer.from_config(quantised, pre_quantized=True)
         quantizer.validate_environment(device_map=None, dtype=None, weights_only=True)
     except (ImportError, RuntimeError) as error:
         raise ApproxError(
-            f"{source.name} is quantised ({told}), which this installation cannot open: {_short(error)}. Install what is "
-            f"missing, {remedy}",
+            f"{source.name} is quantised ({method}), which this installation cannot open: {_short(error)}. Install "
+            f"what is missing, {remedy}",
             Exit.MISSING,
         ) from None
     except Exception as error:
         raise ApproxError(
-            f"{source.name} is quantised ({told}), which transformers {transformers.__version__} cannot open: {_short(error)}. "
-            f"Correct its config, {remedy}",
+            f"{source.name} is quantised ({method}), which transformers {transformers.__version__} cannot open: "
+            f"{_short(error)}. Correct its config, {remedy}",
             Exit.UNSUPPORTED,
         ) from None
 
@@ -838,7 +848,8 @@ def _processor(folder: Path, stock_class: type, config: Any) -> Any:
         try_out(reader)
     except Exception as error:
         raise ApproxError(
-            f"{folder} has no usable tokenizer or feature extractor: {_short(error)}. Copy its files beside the weights.",
+            f"{folder} has no usable tokenizer or feature extractor: {_short(error)}. Copy its files next to the "
+            "weights.",
             Exit.UNAVAILABLE,
         ) from error
     return reader
@@ -876,7 +887,8 @@ def _folder(name: str, revision: str | None, offline: bool, allow_pickle: bool) 
     try:
         if path.is_dir() and revision is not None:
             raise ApproxError(
-                f"--revision {revision} was given, but {name} is a local folder, which has no revisions. Leave one of them out."
+                f"--revision {revision} was given, but {name} is a local folder, which has no revisions. Leave one of "
+                "them out."
             )
         if path.is_dir():
             return path, None
@@ -902,7 +914,7 @@ def _base_of(found: Adapter, offline: bool, allow_pickle: bool) -> Path:
     """
     if found.base is None:
         raise ApproxError(
-            f"The adapter in {found.folder} does not name its base in {ADAPTER}. Copy its files beside the weights of "
+            f"The adapter in {found.folder} does not name its base in {ADAPTER}. Copy its files next to the weights of "
             "its base.",
             Exit.UNAVAILABLE,
         )
@@ -936,8 +948,8 @@ def _stock_class(name: str, raw: dict[str, Any], config: Any, converted: bool) -
     expected = families.stock_class(type(config))
     if getattr(stock, "config_class", expected) is not expected:
         raise ApproxError(
-            f"The config of {name} contradicts itself: model_type '{raw['model_type']}' and architecture '{architecture}' are "
-            "of different families. Download it again.",
+            f"The config of {name} contradicts itself: model_type '{raw['model_type']}' and architecture "
+            f"'{architecture}' are of different families. Download it again.",
             Exit.UNAVAILABLE,
         )
     if not isinstance(stock, type) or not hasattr(stock, "main_input_name"):
@@ -950,13 +962,13 @@ def _stock_class(name: str, raw: dict[str, Any], config: Any, converted: bool) -
 
 
 def _check_keys(source: Source, model: Any, info: dict[str, Any]) -> list[str]:
-    """Check keys and shapes: transformers silently initialises missing tensors, which is right only for a new task head."""
+    """Check keys and shapes: transformers silently initialises missing tensors, which only suits a new task head."""
     mismatched = [f"{key} is {tuple(shape)}, not {tuple(due)}" for key, shape, due in sorted(info["mismatched_keys"])]
     if mismatched:
         more = f" and {len(mismatched) - 3} more" if len(mismatched) > 3 else ""
         raise ApproxError(
-            f"{source.folder}: the shapes of the weights do not match the config: {', '.join(mismatched[:3])}{more}. Download "
-            "both again.",
+            f"{source.folder}: the shapes of the weights do not match the config: {', '.join(mismatched[:3])}{more}. "
+            "Download both again.",
             Exit.UNAVAILABLE,
         )
     missing, prefix = sorted(info["missing_keys"]), f"{model.base_model_prefix}."
@@ -967,8 +979,9 @@ def _check_keys(source: Source, model: Any, info: dict[str, Any]) -> list[str]:
     if backbone:
         more = f" and {len(backbone) - 3} more" if len(backbone) > 3 else ""
         raise ApproxError(
-            f"{source.folder} lacks tensors of its {source.stock_class.__name__}: {', '.join(backbone[:3])}{more}. Its weights "
-            "are incomplete or of another family than its config; transformers would have initialised these at random.",
+            f"{source.folder} lacks tensors of its {source.stock_class.__name__}: {', '.join(backbone[:3])}{more}. Its "
+            "weights are incomplete or of another family than its config; transformers would have initialised these at "
+            "random.",
             Exit.UNAVAILABLE,
         )
     notes = []
@@ -976,7 +989,8 @@ def _check_keys(source: Source, model: Any, info: dict[str, Any]) -> list[str]:
         notes.append(f"{', '.join(sorted(unread)[:4])} not in the checkpoint: set to 0, since only training reads it.")
     if missing:
         notes.append(
-            f"{', '.join(missing[:4])} not in the checkpoint: newly initialised; train this task head before using its output."
+            f"{', '.join(missing[:4])} not in the checkpoint: newly initialised; train this task head before using its "
+            "output."
         )
     surplus = sorted(key for key in info["unexpected_keys"] if key.startswith(prefix) and "pooler" not in key)
     if surplus:
@@ -987,13 +1001,14 @@ def _check_keys(source: Source, model: Any, info: dict[str, Any]) -> list[str]:
 def _unread(model: Any, missing: Iterable[str]) -> set[str]:
     """Those of the missing tensors that only training reads, such as the embedding of masked frames; they are set to 0.
 
-    If a missing tensor full of NaN leaves the outputs of an example finite, inference does not read it. Experts are read by
-    some inputs only, so one example says nothing of them. Counters of batches are whole numbers, which cannot be NaN.
+    If a missing tensor full of NaN leaves the outputs of an example finite, inference does not read it. Experts are
+    read by some inputs only, so one example says nothing of them. Counters of batches are whole numbers, which cannot
+    be NaN.
     """
     tensors = model.state_dict()
     unread = {name for name in missing if name.endswith("num_batches_tracked")}
-    asked = [name for name in missing if tensors[name].is_floating_point() and "expert" not in name]
-    for name in asked if len(asked) <= _MOST_ASKED else ():
+    probed = [name for name in missing if tensors[name].is_floating_point() and "expert" not in name]
+    for name in probed if len(probed) <= _MOST_ASKED else ():
         before = tensors[name].clone()
         tensors[name].fill_(torch.nan)
         if _is_finite(model):

@@ -17,15 +17,25 @@ from approx.seam.model import ApproxModel
 
 # Families that load without a trust flag once `approx` is imported; others load through `approx.load` or with trust.
 FAMILIES = (
-    "bert", "roberta", "xlm-roberta", "distilbert", "electra", "gpt2", "llama", "wav2vec2", "hubert", "vit", "whisper",
-)  # fmt: skip
+    "bert",
+    "roberta",
+    "xlm-roberta",
+    "distilbert",
+    "electra",
+    "gpt2",
+    "llama",
+    "wav2vec2",
+    "hubert",
+    "vit",
+    "whisper",
+)
 
 
 class _LocalModel(ApproxModel):
-    """Converted models of this process: transformers copies only the code of remote classes, so these write their own."""
+    """Converted models of this process, which write their code: transformers copies only that of remote classes."""
 
     def save_pretrained(self, save_directory: Any, is_main_process: bool = True, **kwargs: Any) -> None:
-        """Save as transformers does, with the model's code beside the weights.
+        """Save as transformers does, with the model's code next to the weights.
 
         Raises:
             ApproxError: if a mechanism was added at run time, so that the folder could not be loaded.
@@ -99,20 +109,20 @@ def make_stock(config: Any) -> None:
 def change_class(config: Any, kind: type) -> None:
     """Change the class of a config in place, since all submodules of a model share the object.
 
-    Its own `model_type` stays the stock one, which parts of transformers read; saving reads the class.
+    Its `model_type` stays the stock one, which parts of transformers read; saving reads the class.
     """
     config.__class__ = kind
     config.model_type = stock_class(kind).model_type  # type: ignore[attr-defined]  # every config class has it
 
 
 def is_converted(model_or_config: Any) -> bool:
-    """Whether a model or config is converted, by this process or by a folder's own code."""
+    """Whether a model or config is converted, by this process or by the code in a folder."""
     config = getattr(model_or_config, "config", model_or_config)
     return getattr(type(config), "model_type", "").startswith("approx_")
 
 
 def register() -> None:
-    """Register the converted families with transformers' auto classes, so that their folders load without a trust flag."""
+    """Register the converted families with transformers' auto classes, so that folders load without a trust flag."""
     for family in FAMILIES:
         stock_config = transformers.CONFIG_MAPPING[family]
         register_family(stock_config)
@@ -127,7 +137,8 @@ def register_family(stock_config: type) -> None:
         register_model(auto, converted, model_class(getattr(transformers, stock)))
 
 
-# Importing this module registers the families: `import approx` arranges for it, and unpickling a converted model imports it.
+# Importing this module registers the families: `import approx` arranges it, and unpickling a converted model imports
+# it.
 register()
 
 
@@ -153,9 +164,9 @@ def refuse_added(mechanisms: Iterable[str]) -> None:
     added = sorted({name for name in mechanisms if MECHANISMS.get(name) is not BUILT_IN.get(name)})
     if added:
         raise ApproxError(
-            f"The code of {', '.join(map(repr, added))} cannot be saved with a model, because it was added to MECHANISMS at run "
-            "time: nobody could load the folder. Measure such a model in memory, or add the mechanism's file to "
-            "approx/mechanisms and its line to the registry there.",
+            f"The code of {', '.join(map(repr, added))} cannot be saved with a model, because it was added to "
+            "MECHANISMS at run time, so the folder could not be loaded. Measure such a model in memory, or add the "
+            "mechanism's file to approx/mechanisms and its line to the registry there.",
             Exit.UNSUPPORTED,
         )
 
@@ -165,8 +176,8 @@ def _used(config: Any) -> set[str]:
     used = {part["mechanism"] for site in config.approx["sites"].values() for part in parts(site)}
     if unknown := sorted(used - MECHANISMS.keys()):
         raise ApproxError(
-            f"config.json names the mechanism {shown(unknown[0])}, which this version of approx does not have. Convert the base "
-            "again, or use the version that converted it.",
+            f"config.json names the mechanism {shown(unknown[0])}, which this version of approx does not have. Convert "
+            "the base again, or use the version that converted it.",
             Exit.UNAVAILABLE,
         )
     return used

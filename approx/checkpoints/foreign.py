@@ -23,7 +23,7 @@ _RUNS = re.compile(r"\.(?:py|pyw|pyi|pyc|pyo|pyd|pyx|so(?:\.[\d.]+)?|dll|dylib|p
 # Vocabularies and indexes are large, and nothing looks for classes in them.
 _ONLY_DATA = {"tokenizer.json", "vocab.json", "model.safetensors.index.json"}
 MODULES = "modules.json"
-# What sentence-transformers imports by the name in a setting, and what it imports without being asked to trust it.
+# What sentence-transformers imports by the name in a setting, and what it imports without `trust_remote_code`.
 _IMPORTED = {"activation_fn", "activation_function", "sbert_ce_default_activation_function"}
 _HARMLESS = re.compile(r"(?:torch\.nn|sentence_transformers)(?:\.\w+)+$", re.ASCII)
 # transformers downloads and runs a kernel of the hub if the name of an implementation has a slash.
@@ -58,12 +58,12 @@ class Reference:
 
 
 def is_code(name: str) -> bool:
-    """Whether a file, by its name, holds code; also if a file system that ignores case or trailing dots would run it."""
+    """Whether a file, by its name, holds code, also on a file system that ignores case or trailing dots."""
     return bool(_RUNS.search(unicodedata.normalize("NFKC", name).casefold().rstrip(". ")))
 
 
 def plainly(name: str) -> str:
-    """A name in ASCII, so that letters which only look alike are told apart."""
+    """A name in ASCII, so that letters that look alike are distinguishable."""
     return name.encode("ascii", "backslashreplace").decode()
 
 
@@ -112,16 +112,16 @@ def refuse_kernels(config: Mapping[str, Any], path: Path) -> None:
     for at, value in _named(path.name, config):
         if at[-1] in _IMPLEMENTATIONS:
             raise ApproxError(
-                f"{path} sets {'.'.join(map(str, at))} to '{plainly(value)}', which is code on the hub that transformers would run. "
-                "Take the setting out.",
+                f"{path} sets {'.'.join(map(str, at))} to '{plainly(value)}', which is code on the hub that "
+                "transformers would run. Take the setting out.",
                 Exit.UNSUPPORTED,
             )
 
 
 def carried(config: Any) -> dict[str, str]:
-    """Name -> sha256 of the files of the base's own code that a conversion took along because the user said so.
+    """Name -> sha256 of the files of custom code of the base that a conversion copied at the user's request.
 
-    Whoever writes a folder writes this too: it says what is no code of approx, not that it is harmless.
+    The author of a folder writes this too, so it only marks code that is not from approx; it may be harmful.
     """
     made = conversion(getattr(config, "approx", None) or {})
     return {} if made is None else made.carried
@@ -130,7 +130,8 @@ def carried(config: Any) -> dict[str, str]:
 def differences(folder: Path, config: Any, stock: type) -> dict[str, str]:
     """How the code of a converted folder, and what its settings name, differs from what this version of approx writes.
 
-    Nothing is imported. Equal means byte by byte, in every folder below it too. Code that was carried along is left out.
+    Nothing is imported. Equal means byte by byte, in every folder below it too. Code that was carried along is left
+    out.
 
     Args:
         folder: The folder.
@@ -150,15 +151,15 @@ def differences(folder: Path, config: Any, stock: type) -> dict[str, str]:
         for name in sorted({*ours, *theirs})
         if ours.get(name) != theirs.get(name)
     }
-    due = bundle.auto_map(families.stock_class(type(config)), stock)
+    expected_map = bundle.auto_map(families.stock_class(type(config)), stock)
     named = references(folder)
     if not any(one.file == "config.json" and one.path == ("auto_map",) for one in named):
         named = [Reference("config.json", ("auto_map",), {}), *named]
     for one in named:
-        wanted = due if (one.file, one.path) == ("config.json", ("auto_map",)) else None
+        wanted = expected_map if (one.file, one.path) == ("config.json", ("auto_map",)) else None
         if one.value != wanted and not (passed and names_only(one, passed)):
             before = b"" if wanted is None else _lines(wanted)
-            # Every version named files of its own folder.
+            # Every version of approx named files of the folder itself.
             ours_once = wanted is not None and not never_ours(f"{name.rpartition('.')[0]}.py" for name in one.classes)
             place = one.place if ours_once else f"{one.place} (code elsewhere)"
             found[place] = _difference(one.place, before, _lines(one.value))
@@ -166,9 +167,9 @@ def differences(folder: Path, config: Any, stock: type) -> dict[str, str]:
 
 
 def never_ours(names: Iterable[str]) -> list[str]:
-    """Those of the names of `differences` that no version of approx has written: anything but its own files."""
-    own = re.compile(r"(?:approx|configuration_approx|modeling_approx)_\w+\.py", re.ASCII)
-    return [name for name in names if not own.fullmatch(name) and name != "config.json: auto_map"]
+    """Those of the names of `differences` that no version of approx has written."""
+    written = re.compile(r"(?:approx|configuration_approx|modeling_approx)_\w+\.py", re.ASCII)
+    return [name for name in names if not written.fullmatch(name) and name != "config.json: auto_map"]
 
 
 def _is_carried(name: str, data: bytes, passed: Mapping[str, str], ours: Mapping[str, bytes]) -> bool:
@@ -176,7 +177,7 @@ def _is_carried(name: str, data: bytes, passed: Mapping[str, str], ours: Mapping
 
 
 def names_only(reference: Reference, passed: Mapping[str, str]) -> bool:
-    """Whether everything that a setting names is in the given files, which are beside it."""
+    """Whether everything that a setting names is in these files, which are next to it."""
     return all("--" not in one and f"{one.rpartition('.')[0]}.py" in passed for one in reference.classes)
 
 

@@ -1,4 +1,4 @@
-"""The history of a converted checkpoint, stored in its config: the steps applied to it, in order; and the receipt beside it."""
+"""The history of a converted checkpoint, stored in its config: the steps applied to it, in order; and its receipt."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -171,11 +171,11 @@ class Receipt(BaseModel):
     measured_on: str | None = None
     checks: list[Check] = []
 
-    def lost(self, losses: Mapping[int, Loss], told: str) -> None:
+    def lost(self, losses: Mapping[int, Loss], text: str) -> None:
         """Record the measured errors of the layers, the number of tokens and the text used."""
         self.measured_at = {layer: one.tokens for layer, one in losses.items()}
         lengths = " and ".join(f"{tokens:,}" for tokens in sorted(set(self.measured_at.values())))
-        self.measured_on = f"{lengths} tokens a row, {told}"
+        self.measured_on = f"{lengths} tokens a row, {text}"
         self.errors = {layer: one.error for layer, one in losses.items()}
         self.captured_mass = {
             layer: one.captured_mass for layer, one in losses.items() if one.captured_mass is not None
@@ -256,7 +256,7 @@ class Conversion(_Step):
         max_length: Number of positions, in tokens, if the table was extended.
         calibration: The calibration text, if it was a file of the user's.
         calibration_length: Tokens per row of the calibration batch.
-        carried: Name -> sha256 of the files of the base's own code that went along, because the user said so.
+        carried: Name -> sha256 of the files of custom code of the base that were copied at the user's request.
     """
 
     action: Literal["convert"] = "convert"

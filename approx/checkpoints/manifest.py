@@ -9,7 +9,7 @@ from approx.errors import ApproxError, Exit
 from approx.paths import inside
 from approx.seam.model import MANIFEST, flush, seal_files, sha256
 
-# The index of the weights, which nobody edits by hand.
+# The index of the weights, which is not edited by hand.
 _INDEX = "model.safetensors.index.json"
 
 
@@ -32,8 +32,8 @@ def check_seal(folder: Path, *, but: Iterable[str] = ()) -> None:
     edited = [name for name in wrong if is_editable(name) and (folder / name).is_file()]
     if wrong and edited == wrong:
         raise ApproxError(
-            f"{folder} was edited: {', '.join(wrong[:3])} differs from {MANIFEST}. If you did this, accept it with `approx verify "
-            f"{folder} --accept`; otherwise copy the folder again.",
+            f"{folder} was edited: {', '.join(wrong[:3])} differs from {MANIFEST}. If you did this, accept it with "
+            f"`approx verify {folder} --accept`; otherwise copy the folder again.",
             Exit.UNAVAILABLE,
         )
     if wrong:
@@ -45,7 +45,7 @@ def check_seal(folder: Path, *, but: Iterable[str] = ()) -> None:
 
 
 def differing(folder: Path) -> list[str]:
-    """Names of the files that are missing in a folder or differ from its manifest; the manifest itself if it is damaged.
+    """Names of the files that are missing in a folder or differ from its manifest; only the manifest if it is damaged.
 
     Raises:
         ApproxError: if there is no manifest, or it names a file outside the folder.
@@ -69,7 +69,7 @@ def differing(folder: Path) -> list[str]:
 
 
 def names(folder: Path) -> set[str]:
-    """Names of the files in a folder's manifest; none if it is damaged.
+    """Names of the files in a folder's manifest; empty if it is damaged.
 
     Raises:
         ApproxError: if it names a file outside the folder.

@@ -41,7 +41,7 @@ MergeAdapter = Annotated[
     bool,
     typer.Option(
         "--merge-adapter",
-        help="Merge an adapter of PEFT that lies beside the weights, or whose folder is given.",
+        help="Merge a PEFT adapter that is next to the weights, or named by its folder.",
         rich_help_panel=_CHECKPOINT,
     ),
 ]
@@ -201,8 +201,8 @@ def read_plan(
         return Plan((rule,))
     if rule != Rule(""):
         raise ApproxError(
-            "--set, --layers, --heads, --exact-below and --recompute belong to --mechanism. Write them into the plan file "
-            "instead."
+            "--set, --layers, --heads, --exact-below and --recompute belong to --mechanism. Write them into the plan "
+            "file instead."
         )
     return Plan.read(file)
 
@@ -269,8 +269,8 @@ def record_files(given: Path) -> list[Path]:
     found = [given / "record.json"] if (given / "record.json").is_file() else sorted(given.glob("records/*.json"))
     if not found:
         raise ApproxError(
-            f"{given} has no record.json: it is not the folder of a finished run or sweep. Give records, or finish it with "
-            "--resume.",
+            f"{given} has no record.json: it is not the folder of a finished run or sweep. Give records, or finish it "
+            "with --resume.",
             Exit.UNAVAILABLE,
         )
     return found

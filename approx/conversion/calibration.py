@@ -21,45 +21,46 @@ from approx.seam.observe import Call, observe
 from approx.text_file import decoded
 
 TEXT = (
-    "The harbour was quiet when the first boats came back. A clerk wrote down what each of them had caught, the weight, "
-    "the price and the name of the buyer, and nobody asked why the northern grounds had given so little this year. "
-    "In the office above the market two engineers compared the figures with those of the last ten summers. The water had "
-    "grown warmer by half a degree, they said, but the fish had left before that; it was the current that had moved. "
-    "Their report would be short. It would say what had been measured, how, and how sure one could be of it, and it would "
-    "leave the question of what to do to those who had to live with the answer. "
-    "Maria, the younger of the two, had grown up in the house behind the church. Her grandfather still kept a notebook in "
-    "which he had written, every morning for forty years, the temperature of the sea and the direction of the wind. When "
-    "she asked to borrow it he shook his head, then changed his mind and handed it over, wrapped in a newspaper. \"Don't "
+    "The harbour was quiet when the first boats came back. A clerk wrote down what each of them had caught, the "
+    "weight, the price and the name of the buyer, and nobody asked why the northern grounds had given so little this "
+    "year. In the office above the market two engineers compared the figures with those of the last ten summers. The "
+    "water had grown warmer by half a degree, they said, but the fish had left before that; it was the current that "
+    "had moved. Their report would be short. It would say what had been measured, how, and how sure one could be of "
+    "it, and it would leave the question of what to do to those who had to live with the answer. "
+    "Maria, the younger of the two, had grown up in the house behind the church. Her grandfather still kept a notebook "
+    "in which he had written, every morning for forty years, the temperature of the sea and the direction of the wind. "
+    "When she asked to borrow it he shook his head, then changed his mind and handed it over, wrapped in a newspaper. "
+    "\"Don't "
     'trust the first three winters," he told her. "The thermometer was broken and I was too proud to buy another one." '
-    "She copied the numbers into a table that evening. It took her until two o'clock, because some pages had been wet and "
-    "the ink had run. In the end there were 14,231 readings. She drew one line through all of them and another through "
-    "those that her grandfather trusted, and the second line told a different story from the first. "
+    "She copied the numbers into a table that evening. It took her until two o'clock, because some pages had been wet "
+    "and the ink had run. In the end there were 14,231 readings. She drew one line through all of them and another "
+    "through those that her grandfather trusted, and the second line told a different story from the first. "
     "The next day the council met. Mr Olsen, who owned the cold store and had paid for the new lights along the quay, "
-    "wanted to hear about jobs. How many people would be without work by spring? Could the smaller boats be refitted for "
-    "mussels, as they had been on the west coast? What would a refit cost, and who was going to pay for it? The mayor "
-    "answered each question with another one, as he usually did, until a woman at the back stood up and said that her "
-    "sons had already left for the city, that they were not coming home, and that the meeting could please be quick. "
-    "Nobody laughed. The minutes record that the engineers were then asked to speak. They showed four charts. The first "
-    "was the catch of each year; the second, the temperature; the third, the speed of the current at three depths. The "
-    "fourth chart was Maria's. It showed that the current had started to move eleven years ago, in the same autumn in "
-    "which the power station upriver had opened its new channel, and that it had moved a little farther every year since. "
-    "A coincidence does not become a cause because it is convenient, the older engineer warned. They had not looked at "
-    "the sand. Rivers carry sand, and where the sand settles the bottom rises, and a current goes round what it cannot go "
-    "over. To find out they would need a boat, an echo sounder and six dry days in a row. "
-    "They were given the boat. It was called the Constance, it was painted green, and its engine stopped whenever it was "
-    "asked to go slowly. On the first day they measured the channel from the lighthouse to the second buoy. On the second "
-    "day it rained, and they repaired the pump and played cards with the captain, who won. From the third day on the sea "
-    "was as flat as a table. Line after line they went north and south, forty metres apart, while the paper came out of "
-    "the machine and folded itself into a basket. By Saturday the shape was plain to everybody on board: a bank two miles "
-    "long and as high as a house, exactly where the old maps had promised deep water. "
-    "What followed was slower than the children of the town had hoped and faster than their parents had feared. A judge "
-    "listened to the power company, which said that no law had been broken, and to the fishermen, who said that no law "
-    "had been needed until now. Both were right. The company agreed to close its channel during the months of the spawning "
-    "and to pay for a survey in every second year; the council agreed to move the mussel lines out of the new current. "
-    "Three summers later the northern grounds gave a catch that was worth writing down. It was no more than a third of what "
-    "the old men remembered, but memory, as the clerk liked to say, is an excellent fisherman. Maria's report lies in the "
-    "library, on the second shelf to the left of the window. On its last page she thanks her grandfather for 14,231 "
-    "mornings, and for the three winters that he had the honesty to cross out. "
+    "wanted to hear about jobs. How many people would be without work by spring? Could the smaller boats be refitted "
+    "for mussels, as they had been on the west coast? What would a refit cost, and who was going to pay for it? The "
+    "mayor answered each question with another one, as he usually did, until a woman at the back stood up and said "
+    "that her sons had already left for the city, that they were not coming home, and that the meeting could please be "
+    "quick. Nobody laughed. The minutes record that the engineers were then asked to speak. They showed four charts. "
+    "The first was the catch of each year; the second, the temperature; the third, the speed of the current at three "
+    "depths. The fourth chart was Maria's. It showed that the current had started to move eleven years ago, in the "
+    "same autumn in which the power station upriver had opened its new channel, and that it had moved a little farther "
+    "every year since. A coincidence does not become a cause because it is convenient, the older engineer warned. They "
+    "had not looked at the sand. Rivers carry sand, and where the sand settles the bottom rises, and a current goes "
+    "round what it cannot go over. To find out they would need a boat, an echo sounder and six dry days in a row. "
+    "They were given the boat. It was called the Constance, it was painted green, and its engine stopped whenever it "
+    "was asked to go slowly. On the first day they measured the channel from the lighthouse to the second buoy. On the "
+    "second day it rained, and they repaired the pump and played cards with the captain, who won. From the third day "
+    "on the sea was as flat as a table. Line after line they went north and south, forty metres apart, while the paper "
+    "came out of the machine and folded itself into a basket. By Saturday the shape was plain to everybody on board: a "
+    "bank two miles long and as high as a house, exactly where the old maps had promised deep water. "
+    "What followed was slower than the children of the town had hoped and faster than their parents had feared. A "
+    "judge listened to the power company, which said that no law had been broken, and to the fishermen, who said that "
+    "no law had been needed until now. Both were right. The company agreed to close its channel during the months of "
+    "the spawning and to pay for a survey in every second year; the council agreed to move the mussel lines out of the "
+    "new current. Three summers later the northern grounds gave a catch that was worth writing down. It was no more "
+    "than a third of what the old men remembered, but memory, as the clerk liked to say, is an excellent fisherman. "
+    "Maria's report lies in the library, on the second shelf to the left of the window. On its last page she thanks "
+    "her grandfather for 14,231 mornings, and for the three winters that he had the honesty to cross out. "
 )
 
 
@@ -93,8 +94,8 @@ def calibrate(model: Any, inputs: dict[str, Tensor] | None, only: Collection[Mec
         if not names:
             return
         raise ApproxError(
-            f"{names} must be fitted to inputs, but none were given. Pass a batch of the model's inputs as 'calibration', or "
-            "choose settings that do not need one."
+            f"{names} must be fitted to inputs, but there are none. Pass a batch of the model's inputs as "
+            "'calibration', or choose settings that do not need one."
         )
 
     def fit(call: Call) -> None:
@@ -155,16 +156,16 @@ class CalibrationBatch(NamedTuple):
 
     Attributes:
         inputs: Keyword arguments of the model's forward.
-        told: Description of the inputs: the name of a file, or of its substitute.
+        description: The name of a file, or of its substitute.
     """
 
     inputs: dict[str, Tensor]
-    told: str
+    description: str
 
 
 @dataclass(frozen=True)
 class CalibrationFile:
-    """A text of the user's, or a recording for speech models.
+    """A text of the user, or a recording for speech models.
 
     Attributes:
         name: File name without its path, which may be private.
@@ -198,7 +199,8 @@ class CalibrationFile:
             file.text()
         else:
             raise ApproxError(
-                f"A model that takes {kind} cannot be calibrated on {path}. Leave out --calibrate to use random numbers."
+                f"A model that takes {kind} cannot be calibrated on {path}. Leave out --calibrate to use random "
+                "numbers."
             )
         return file
 
@@ -231,8 +233,8 @@ class CalibrationFile:
                 Exit.UNAVAILABLE,
             ) from None
         if sound.ndim != 1 or not len(sound):
-            held = f"has {sound.shape[1]} channels" if sound.ndim != 1 else "is empty"
-            raise ApproxError(f"{self.name} {held}. {_wanted('input_values')}", Exit.UNAVAILABLE)
+            problem = f"has {sound.shape[1]} channels" if sound.ndim != 1 else "is empty"
+            raise ApproxError(f"{self.name} {problem}. {_wanted('input_values')}", Exit.UNAVAILABLE)
         # Samples that are stored as floats may be anything.
         if not abs(sound).max() <= _LOUDEST:
             raise ApproxError(
@@ -251,8 +253,8 @@ def _wanted(kind: str) -> str:
 def calibration_length(model: Any) -> int:
     """Tokens per calibration row: enough for all layers to approximate, if positions and memory allow.
 
-    1,024 tokens, or 512 frames of speech, or twice the length from which all layers approximate if that is more; at most
-    2,048 and at most the model's positions.
+    1,024 tokens, or 512 frames of speech, or twice the length from which all layers approximate if that is more; at
+    most 2,048 and at most the model's positions.
 
     Args:
         model: A converted model, fitted or not.
@@ -268,15 +270,15 @@ def calibration_length(model: Any) -> int:
 def calibration_batch(
     source: checkpoint.Source, model: Any, length: int, file: CalibrationFile | None = None
 ) -> CalibrationBatch:
-    """Inputs without padding: rows of at most `length` tokens, 2,048 in all, or one of at most `length` frames of speech.
+    """Inputs without padding: rows of up to `length` tokens, 2,048 in all, or one row of up to `length` frames.
 
     Args:
         source: The checkpoint, for its tokenizer or feature extractor.
         model: The model, stock or converted.
         length: Most tokens per row; see `calibration_length`.
-        file: Provides as many rows as fit from the start of its text, or the start of its sound, resampled to the model's
-            rate. Without it the batch is one row of English, or of random tokens if the tokenizer is missing or not for
-            English; for speech and images it is random numbers.
+        file: Provides as many rows as fit from the start of its text, or the start of its sound, resampled to the
+            model's rate. Without it the batch is one row of English, or of random tokens if the tokenizer is missing or
+            not for English; for speech and images it is random numbers.
 
     Raises:
         ApproxError: if the model cannot read the file.
@@ -307,14 +309,15 @@ def calibration_batch(
     if file is not None and not known:
         raise ApproxError(
             f"The tokenizer does not match {type(model).__name__}: it gives {max(tokens, default='no tokens')}, but "
-            f"the vocabulary has {model.config.get_text_config().vocab_size} entries. Use the tokenizer that the model was trained with.",
+            f"the vocabulary has {model.config.get_text_config().vocab_size} entries. Use the tokenizer that the model "
+            "was trained with.",
             Exit.UNAVAILABLE,
         )
     # With a vocabulary of another language, the built-in text would be all unknown tokens.
     if not known or (file is None and len(tokens) < min(length, _FIRST_WORDS) // 4):
         return random
-    told = file.name if file is not None else f"built-in English text{', repeated' if repeated else ''}"
-    return CalibrationBatch({"input_ids": torch.tensor(rows, device=model.device)}, told)
+    description = file.name if file is not None else f"built-in English text{', repeated' if repeated else ''}"
+    return CalibrationBatch({"input_ids": torch.tensor(rows, device=model.device)}, description)
 
 
 def _rows(tokenizer: Any, text: str, length: int) -> list[list[int]]:

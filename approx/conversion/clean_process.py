@@ -1,7 +1,7 @@
 """The process that reloads a converted folder where approx cannot be imported, and 16-bit models in float32.
 
-It is run as a file, which imports nothing of approx. Both processes have to multiply alike, so the other imports `widened`
-from here.
+It is run as a file, which imports nothing of approx. Both processes have to multiply alike, so the other imports
+`widened` from here.
 """
 
 import inspect
@@ -26,8 +26,8 @@ _HALVES = (torch.float16, torch.bfloat16)
 def widened(model: Any) -> AbstractContextManager[object]:
     """Compute linear layers in float32 inside the context, one weight at a time, where that is several times faster.
 
-    Outputs are rounded to the model's dtype, so they are at least as accurate. For runs that have to be bit-equal, in the
-    model's own dtype; elsewhere the model computes as its users will see it.
+    Outputs are rounded to the model's dtype, so they are at least as accurate. For runs that have to be bit-equal, in
+    the dtype of the model; elsewhere the model computes as its users will see it.
     """
     if model.device.type != "cpu" or model.dtype not in _HALVES:
         return nullcontext()
@@ -45,17 +45,17 @@ class _Widened(TorchFunctionMode):
 
 
 def in_float32(model: Any) -> AbstractContextManager[object]:
-    """Compute a model of 16 bits as if it had been loaded in float32, one weight at a time; a model of 32 bits is left alone.
+    """Compute a model of 16 bits as if it were loaded in float32, one weight at a time; does nothing for 32 bits.
 
-    Rounding to 16 bits after every operation would hide small mistakes, so whatever compares outputs runs in here. No second
-    copy of the weights is made.
+    Rounding to 16 bits after every operation would hide small mistakes, so whatever compares outputs runs in here. No
+    second copy of the weights is made.
     """
     halved = any(tensor.dtype in _HALVES for tensor in (*model.parameters(), *model.buffers()))
     return _InFloat32() if halved else nullcontext()
 
 
 class _InFloat32(TorchFunctionMode):
-    """Every operation gets and gives float32 in place of 16 bits, and dtypes are told accordingly."""
+    """Every operation takes, returns and reports float32 in place of 16 bits."""
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return tree_map(_wide, func(*tree_map(_wide, args), **tree_map(_wide, kwargs or {})))
@@ -109,15 +109,15 @@ def _status(line: str) -> int:
 def _serve(forks: bool) -> None:
     """Answer each line of the input, the arguments of `_reload`, by a status: 0 if it worked."""
     sys.meta_path.insert(0, _Absent())
-    asked, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     # transformers may prompt for trusting code, or print; neither must read from or write to the pipes.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     # The modules of all families import mostly the same; importing one family now saves time later.
     from transformers import BertModel  # noqa: F401
 
-    for line in asked:
-        os.truncate("said", 0)
+    for line in requests:
+        os.truncate("log", 0)
         shutil.rmtree("modules", ignore_errors=True)
         child = os.fork() if forks else None
         if child == 0:

@@ -1,4 +1,4 @@
-"""Convert a checkpoint into a folder: load it, convert the model, write what belongs beside it, check the result, and only then publish the folder."""
+"""Convert a checkpoint into a folder: load, convert, write all files, check the result, and only then publish it."""
 
 import ast
 import json
@@ -67,7 +67,7 @@ from approx.version import __version__
 
 # How the list of modules names the folder of the transformer itself.
 _OWN_FOLDER = ("", ".", "./")
-# Whose setting of the longest input is called what.
+# File of settings -> its key for the longest input.
 _LENGTH_KEYS = {"tokenizer_config.json": "model_max_length", "sentence_bert_config.json": "max_seq_length"}
 _NOT_COPIED = {"config.json", "README.md", INDEX, PICKLE_INDEX, ADAPTER, MANIFEST, RECEIPT, ".gitattributes"}
 _SUFFIXES = {".json", ".txt", ".model", ".jinja"}
@@ -92,14 +92,14 @@ def copy_companions(source: Source, target: Path, carried: Mapping[str, str] | N
     Args:
         source: The checkpoint.
         target: A folder.
-        carried: Name -> sha256 of the files of the checkpoint's own code that go along.
+        carried: Name -> sha256 of the files of custom code that are copied with the checkpoint.
 
     Returns:
         Notes for the user: what stays behind.
 
     Raises:
-        ApproxError: as for `refuse_foreign`; if `modules.json` cannot be read, names a folder outside the checkpoint, or one whose
-            weights are pickled.
+        ApproxError: as for `refuse_foreign`; if `modules.json` cannot be read, names a folder outside the checkpoint,
+            or one whose weights are pickled.
     """
     carried = carried or {}
     left = refuse_foreign(source, carried)
@@ -129,11 +129,11 @@ def copy_companions(source: Source, target: Path, carried: Mapping[str, str] | N
 
 
 def refuse_foreign(source: Source, carried: Mapping[str, str]) -> list[Reference]:
-    """What the settings of a checkpoint name and a converted folder does without: code of the checkpoint or of others.
+    """The custom code that the settings of a checkpoint name, its own or of another repository, and that is left out.
 
     Args:
         source: The checkpoint.
-        carried: Name -> sha256 of the files of the checkpoint's own code that go along.
+        carried: Name -> sha256 of the files of custom code that are copied with the checkpoint.
 
     Raises:
         ApproxError: naming the setting, if the checkpoint cannot be used without that code.
@@ -144,15 +144,16 @@ def refuse_foreign(source: Source, carried: Mapping[str, str]) -> list[Reference
             continue
         raise ApproxError(
             f"{source.name} needs code that transformers and sentence-transformers do not have ({one.place} names "
-            f"{', '.join(one.classes)}), and approx runs none. To take that code along unread, for whoever loads the converted model, "
-            "pass --trust-remote-code, and for a model of the hub --revision with the commit that you read.",
+            f"{', '.join(one.classes)}), and approx runs none. To take that code along unread, for whoever loads the "
+            "converted model, pass --trust-remote-code, and for a model of the hub --revision with the commit that you "
+            "read.",
             Exit.UNSUPPORTED,
         )
     return left
 
 
 def code_to_carry(source: Source, revision: str | None) -> dict[str, str]:
-    """Name -> sha256 of the files of a checkpoint's own code that its tokenizer and modules need.
+    """Name -> sha256 of the files of custom code that the tokenizer and modules of a checkpoint need.
 
     Args:
         source: The checkpoint.
@@ -163,8 +164,8 @@ def code_to_carry(source: Source, revision: str | None) -> dict[str, str]:
     """
     if source.revision is not None and not _COMMIT.fullmatch(revision or ""):
         raise ApproxError(
-            f"--trust-remote-code needs the commit whose code you read, and {revision or 'no revision'} was given; it is now "
-            f"--revision {source.revision}."
+            f"--trust-remote-code needs the commit whose code you read, but got {revision or 'no revision'}; it "
+            f"is now --revision {source.revision}."
         )
     found: dict[str, str] = {}
     for one in _foreign(source):
@@ -173,8 +174,8 @@ def code_to_carry(source: Source, revision: str | None) -> dict[str, str]:
         for name in one.classes:
             if "--" in name:
                 raise ApproxError(
-                    f"{one.place} of {source.name} names {name}: code of another repository, which no revision pins. Save the "
-                    "tokenizer with its code beside the weights, and convert that folder.",
+                    f"{one.place} of {source.name} names {name}: code of another repository, which no revision pins. "
+                    "Save the tokenizer with its code next to the weights, and convert that folder.",
                     Exit.UNSUPPORTED,
                 )
             _carry(source.folder, f"{name.rpartition('.')[0]}.py", one.place, found)
@@ -182,13 +183,14 @@ def code_to_carry(source: Source, revision: str | None) -> dict[str, str]:
 
 
 def _carry(folder: Path, name: str, place: str, found: dict[str, str]) -> None:
-    """Add a file of code and the files that it imports from beside it."""
+    """Add a file of code and the files next to it that it imports."""
     if name in found:
         return
     path = folder / name
     if Path(name).name != name or not path.is_file() or not never_ours([name]):
         raise ApproxError(
-            f"{place} in {folder} names code in {name}, which is no file beside the weights whose name is free. Put it there.",
+            f"{place} in {folder} names code in {name}, which is not a file next to the weights, or has a name that "
+            "approx uses. Put it there, under another name.",
             Exit.UNSUPPORTED,
         )
     refuse_leaving(folder, path)
@@ -219,7 +221,7 @@ def _foreign(source: Source) -> list[Reference]:
 def _reads(source: Source, file: str) -> bool:
     """Whether transformers reads the tokenizer or processor of a checkpoint as the class that a settings file names."""
     named = [settings(source.folder / file).get(key) for key in _CLASS_KEYS]
-    # Without its code, transformers may take the tokenizer that models of this family usually have, without a word.
+    # Without its code, transformers may silently take the usual tokenizer of the family.
     if any(isinstance(name, str) and not hasattr(transformers, name) for name in named):
         return False
     try:
@@ -265,7 +267,7 @@ def change(path: Path, changes: dict[str, Any]) -> None:
 
 
 def _modules(source: Path) -> list[str]:
-    """Names of the folders of sentence-transformers' modules, without the transformer's own."""
+    """Names of the folders of sentence-transformers' modules, without that of the transformer."""
     path = source / MODULES
     if not path.is_file():
         return []
@@ -273,11 +275,12 @@ def _modules(source: Path) -> list[str]:
         named = [module["path"] for module in json.loads(path.read_text(encoding="utf-8"))]
     except (ValueError, KeyError, TypeError, RecursionError, OSError):
         raise ApproxError(
-            f"{path} is not a list of sentence-transformers' modules, each with its path. Download it again, or delete it to convert "
-            "the transformer alone.",
+            f"{path} is not a list of sentence-transformers' modules, each with its path. Download it again, or delete "
+            "it to convert the transformer alone.",
             Exit.UNAVAILABLE,
         ) from None
-    # A module without settings, such as a normalisation, may have no folder, and a name may be too long to be looked for.
+    # A module without settings, such as a normalisation, may have no folder, and a name may be too long to be looked
+    # for.
     folders = [name for name in named if name not in _OWN_FOLDER and os.path.isdir(inside(source, name, path))]
     for name in folders:
         if not [*(source / name).glob("*.safetensors")] and (pickled := [*(source / name).glob("*.bin")]):
@@ -292,8 +295,8 @@ def _modules(source: Path) -> list[str]:
 def keep_dtypes(source: Path, target: Path) -> None:
     """Give the tensors of a written checkpoint the dtypes and numbers that they have in its source.
 
-    transformers loads all tensors in one dtype, which may be wider or narrower than that of the file. Tensors that are not
-    those of the source, because they are new or were trained, stay as they are.
+    transformers loads all tensors in one dtype, which may be wider or narrower than that of the file. Tensors that are
+    not those of the source, because they are new or were trained, stay as they are.
 
     Args:
         source: Folder of the checkpoint that was loaded.
@@ -319,11 +322,12 @@ def keep_dtypes(source: Path, target: Path) -> None:
 
 def _dtypes(path: Path) -> dict[str, str]:
     with safe_open(path, framework="pt") as file:
-        return {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118 - a file, not a dictionary
+        names = file.keys()  # not iterable itself
+        return {name: file.get_slice(name).get_dtype() for name in names}
 
 
 def _as_stored(written: Tensor, stored: Tensor) -> Tensor:
-    """The stored tensor, if the written one is it in another dtype; of a table of positions, as many rows as were written."""
+    """The stored tensor if the written one differs only in dtype; of a table of positions, as many rows as written."""
     if written.shape == stored.shape:
         return stored if torch.equal(stored.to(written.dtype), written) else written
     if written.dim() != stored.dim() or written.shape[1:] != stored.shape[1:]:
@@ -347,15 +351,16 @@ def _count_bytes(folder: Path) -> None:
 CARD = "README.md"
 # Description of the code of a folder in plain PyTorch, and of one with kernels.
 _RUNS = {
-    False: "That code is plain PyTorch; where the package `approx-attention` is installed, its faster C and Triton run in its place. "
-    "No package index has it: install it from its repository, in a clone of which `pip install .` does it.",
+    False: "That code is plain PyTorch; where the package `approx-attention` is installed, its faster C and Triton run "
+    "in its place. No package index has it: install it from its repository, in a clone of which `pip install .` does "
+    "it.",
     True: "That code includes C and Triton kernels, which are compiled if there is a compiler or a GPU.",
 }
 # Fields of the base's model card that the converted model inherits.
 _INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag")
 # The base of a base that is only in a folder is the closest model that the hub knows.
 _ITS_BASE = ("base_model", "base_model_relation")
-# Used if the base's card names no pipeline; importing transformers' own table would import every pipeline.
+# Used if the base's card names no pipeline; importing the table of transformers would import every pipeline.
 _PIPELINES = {
     "AutoModelForCausalLM": "text-generation",
     "AutoModelForCTC": "automatic-speech-recognition",
@@ -369,12 +374,12 @@ _PIPELINES = {
 
 @dataclass(frozen=True)
 class Publication:
-    """What a card says once its folder has a place on a hub.
+    """What a card adds once its folder has a place on a hub.
 
     Attributes:
         repo: Model id there.
         revision: The commit to pin; None before there is one.
-        data: More metadata: `eval_results`, `datasets`, `metrics`, and a licence if the folder's card has none.
+        data: More metadata: `eval_results`, `datasets`, `metrics`, and a licence if the folder's card names none.
         results: The measured results, in Markdown; empty if nothing was measured.
         cautions: When not to use the model, one sentence each.
     """
@@ -389,7 +394,7 @@ class Publication:
 def write_card(
     folder: Path, checkpoint: Checkpoint, receipt: Receipt, published: Publication | None = None
 ) -> list[str]:
-    """Write the model card: the replaced layers, the base, the error of each layer, the history, and how to load the model.
+    """Write the model card: replaced layers, base, error of each layer, history, and how to load the model.
 
     Args:
         folder: Folder of the converted model.
@@ -403,17 +408,17 @@ def write_card(
     model = checkpoint.model
     record, stock = model.config.approx, families.stock_class(type(model))
     made = conversion(record)
-    assert made is not None  # whoever writes a card has written the history
+    assert made is not None  # the history is written before the card
     base, auto = made.base, families.auto_class(stock)
     parts = [part for site in sorted(record["sites"].values(), key=lambda s: s["layer"]) for part in described(site)]
     # The hub would take the name of a local folder for a model id.
     named = {"base_model": base.name, "base_model_relation": "finetune"} if base.revision else {}
     reader, sentences = processor_class(stock), (folder / MODULES).is_file()
-    own, said = inherited(checkpoint.source.folder / CARD), {} if published is None else published.data
-    if own.get("license") != said.get("license", own.get("license")):
+    from_base, from_hub = inherited(checkpoint.source.folder / CARD), {} if published is None else published.data
+    if from_base.get("license") != from_hub.get("license", from_base.get("license")):
         # The name and the text belong to the other licence.
-        own = {key: value for key, value in own.items() if key not in ("license_name", "license_link")}
-    fields = {"pipeline_tag": pipeline_of(checkpoint), **own, **named, **said}
+        from_base = {key: value for key, value in from_base.items() if key not in ("license_name", "license_link")}
+    fields = {"pipeline_tag": pipeline_of(checkpoint), **from_base, **named, **from_hub}
     notes = []
     link = str(fields.get("license_link") or "")
     if link and "://" not in link and not (is_inside(link) and (folder / link).is_file()):
@@ -428,14 +433,14 @@ def write_card(
         data,
         template_str=(resources.files("approx.conversion") / "card.md.j2").read_text(encoding="utf-8"),
         base=base,
-        name=_code(said.get("base_model", base.name)),
+        name=_code(from_hub.get("base_model", base.name)),
         stock=stock.__name__,
         parts=parts,
         errors=receipt.errors or {},
         masses=receipt.captured_mass or {},
         measured_on=receipt.measured_on,
         receipt=RECEIPT,
-        steps=[_told(step) for step in history(record)],
+        steps=[_sentence(step) for step in history(record)],
         cautions=_cautions(receipt, trained=bool(trainings(record)), published=published),
         carried=sorted(made.carried),
         code=_RUNS[bool(record.get("bundle_kernels"))],
@@ -459,65 +464,74 @@ def pipeline_of(checkpoint: Checkpoint) -> str | None:
 def inherited(card: Path) -> dict[str, Any]:
     """Fields of a model card that also hold for the converted model; empty without a readable card."""
     try:
-        said = metadata_load(card) or {}
+        fields = metadata_load(card) or {}
     except (OSError, ValueError, YAMLError):
         return {}
-    taken = {key: said[key] for key in (*_INHERITED, *_ITS_BASE) if said.get(key)} if isinstance(said, dict) else {}
+    taken = (
+        {key: fields[key] for key in (*_INHERITED, *_ITS_BASE) if fields.get(key)} if isinstance(fields, dict) else {}
+    )
     return taken | ({"base_model_relation": "finetune"} if "base_model" in taken else {})
 
 
 def _cautions(receipt: Receipt, *, trained: bool, published: Publication | None) -> list[str]:
     """When not to use the model; what was measured comes first."""
-    said = list(published.cautions) if published else []
+    cautions = list(published.cautions) if published else []
     if not (published and published.results):
-        said.append(
+        cautions.append(
             "Its quality and speed were not measured here: compare it with its base on your data before you use it."
         )
     # Training changes the weights that these warnings are about.
-    said += [] if trained else receipt.warnings
+    cautions += [] if trained else receipt.warnings
     if receipt.positions:
         before, after = receipt.positions
-        said.append(f"Its position table was extended from {before:,} to {after:,}: the new positions are not trained.")
-    said.append("For packed sequences and 4-D attention masks, use its base.")
+        cautions.append(
+            f"Its position table was extended from {before:,} to {after:,}: the new positions are not trained."
+        )
+    cautions.append("For packed sequences and 4-D attention masks, use its base.")
     return [
-        *said,
-        "`output_attentions=True` gives the weights that its layers use, but computes them for all pairs of tokens, which needs as "
-        "much memory as exact attention.",
+        *cautions,
+        "`output_attentions=True` gives the weights that its layers use, but computes them for all pairs of tokens, "
+        "which needs as much memory as exact attention.",
     ]
 
 
-def _told(step: Conversion | Training) -> str:
+def _sentence(step: Conversion | Training) -> str:
     """One step of a history, with everything that it depends on."""
     base = _code(step.base.name) + (f", revision {_plain(step.base.revision)}," if step.base.revision else "")
     merged = f" with its {_plain(step.base.adapter)} adapter merged" if step.base.adapter else ""
     start = f"from {base}{merged} (weights sha256 {_digest(step.base.weights_sha256)}) by approx {_plain(step.approx)}"
     if isinstance(step, Conversion):
         longer = f"; positions extended to {step.max_length:,}" if step.max_length else ""
-        text = (
+        inputs = (
             f"{_code(step.calibration.name)}, sha256 {_digest(step.calibration.sha256)}"
             if step.calibration
             else "built-in inputs"
         )
         plan = "; ".join(_rule(rule) for rule in step.plan)
-        return f"Converted {start}: {plan}{longer}. Calibration: {text}, {step.calibration_length:,} tokens a row."
-    said = f"Trained {start}: {_code(','.join(step.recover))} on {_plain(step.task or 'plain text')}, {step.steps:,} steps, {step.examples:,} examples (sha256 {_digest(step.data_sha256)}), seed {step.seed}."
+        rows = f"{step.calibration_length:,} tokens a row"
+        return f"Converted {start}: {plan}{longer}. Calibration: {inputs}, {rows}."
+    text = (
+        f"Trained {start}: {_code(','.join(step.recover))} on {_plain(step.task or 'plain text')}, {step.steps:,} "
+        f"steps, {step.examples:,} examples (sha256 {_digest(step.data_sha256)}), seed {step.seed}."
+    )
     if step.teacher is not None:
-        said += f" Teacher: {_code(step.teacher.name)} (weights sha256 {_digest(step.teacher.weights_sha256)})."
+        text += f" Teacher: {_code(step.teacher.name)} (weights sha256 {_digest(step.teacher.weights_sha256)})."
     if step.after is not None:
         scores = [("with exact attention", step.exact), ("before", step.before), ("after", step.after)]
         listed = ", ".join(f"{value:.4f} {when}" for when, value in scores if value is not None)
-        said += f" {_plain(step.measure)} on {step.held_out:,} held-out training examples: {listed}."
+        text += f" {_plain(step.measure)} on {step.held_out:,} held-out training examples: {listed}."
     options = ", ".join(
         f"{name} = {_plain(value)}" for name, value in step.options.items() if value not in (None, [], {})
     )
-    return said + (f" Options: {options}." if options else "")
+    return text + (f" Options: {options}." if options else "")
 
 
 def _rule(rule: dict[str, Any]) -> str:
     settings = ", ".join(f"{_plain(name)} = {_plain(value)}" for name, value in (rule.get("settings") or {}).items())
     heads = f", heads {_plain(rule['heads'])}" if rule.get("heads", "all") != "all" else ""
     below = f", exact below {rule['exact_below']:,} tokens" if rule.get("exact_below") else ""
-    return f"{_code(rule['mechanism'])}{f' ({settings})' if settings else ''} on layers {_plain(rule.get('layers', 'all'))}{heads}{below}"
+    where = f"layers {_plain(rule.get('layers', 'all'))}{heads}{below}"
+    return f"{_code(rule['mechanism'])}{f' ({settings})' if settings else ''} on {where}"
 
 
 def _plain(value: object) -> str:
@@ -574,8 +588,8 @@ def write_checked(
         The results of all checks, the earlier ones first.
 
     Raises:
-        ApproxError: if a check fails (exit code 6; the result is kept beside `out` with the suffix `.failed`), or the folder
-            cannot be written.
+        ApproxError: if a check fails (exit code 6; the result is kept next to `out` with the suffix `.failed`), or the
+            folder cannot be written.
     """
     with atomic_folder(out, force=force, sealed=sealed) as folder:
         progress("writing")
@@ -589,11 +603,11 @@ def write_checked(
             (folder / RECEIPT).write_text(json.dumps(receipt.model_dump(), indent=1) + "\n", encoding="utf-8")
             checkpoint.notes += write_card(folder, checkpoint, receipt)
         if failed := [check for check in results if check.passed is False]:
-            kept = keep_failed(folder, out)
+            failed_folder = keep_failed(folder, out)
             details = "; ".join(f"{check.name}: {check.detail}" for check in failed)
             raise ApproxError(
-                f"{what} did not pass its checks ({details}). Nothing was written to {out}; the result is kept as {kept} "
-                "for inspection.",
+                f"{what} did not pass its checks ({details}). Nothing was written to {out}; the result is kept as "
+                f"{failed_folder} for inspection.",
                 Exit.VERIFICATION,
             )
         passed(folder, results)
@@ -697,18 +711,19 @@ def convert(
         revision: Commit on the hub.
         offline: Whether to use only local files and the hub's cache.
         allow_pickle: Whether pickled weights are accepted.
-        merge_adapter: Whether an adapter of PEFT beside the weights, or one whose folder is given, is merged into them.
+        merge_adapter: Whether a PEFT adapter next to the weights, or one named by its folder, is merged into them.
         bundle_kernels: Whether the folder includes the C and Triton of its mechanisms instead of plain PyTorch.
-        trust_remote_code: Whether the code of the checkpoint's own tokenizer or modules goes along; approx does not run it. A
-            checkpoint of the hub needs `revision`, a commit.
+        trust_remote_code: Whether custom code of the tokenizer or modules is copied along; approx does not run
+            it. A checkpoint of the hub needs `revision`, a commit.
         progress: Called with the name of each step.
 
     Returns:
-        The receipt as plain data: the layers converted and left, the tensors added, the error of each layer, the checks.
+        The receipt as plain data: the layers converted and left, the tensors added, the error of each layer, the
+        checks.
 
     Raises:
-        ApproxError: if the checkpoint, the plan or the calibration file is unusable, or a check fails (exit code 6; the result
-            is kept beside `out` with the suffix `.failed`).
+        ApproxError: if the checkpoint, the plan or the calibration file is unusable, or a check fails (exit code 6; the
+            result is kept next to `out` with the suffix `.failed`).
     """
     out = Path(out)
     refuse_existing(out, force=force)
@@ -752,7 +767,7 @@ def convert(
     ]
     progress("checking padding and causality")
     results += [verify.padding(model), verify.causality(model)]
-    receipt.lost(verify.layer_damage(model, batch.inputs), batch.told)
+    receipt.lost(verify.layer_damage(model, batch.inputs), batch.description)
     receipt.warnings += verify.not_measured(model, receipt.measured_at or {})
     written_checks = {
         "comparing the weights": lambda folder: verify.weights(folder, reference),
@@ -778,7 +793,8 @@ def revert(name: str | Path, out: Path, *, force: bool = False) -> None:
     Args:
         name: The converted folder.
         out: The folder to make.
-        force: Whether an existing `out` is replaced, and weights that were trained after the conversion are written too.
+        force: Whether an existing `out` is replaced, and weights that were trained after the conversion are written
+            too.
 
     Raises:
         ApproxError: if `name` is not a converted checkpoint or was trained, or `out` exists.
@@ -792,8 +808,9 @@ def revert(name: str | Path, out: Path, *, force: bool = False) -> None:
         raise ApproxError(f"{name} is not a converted checkpoint, so there is nothing to revert.", Exit.REFUSED)
     if (trained := trainings(opened.model.config.approx)) and not force:
         raise ApproxError(
-            f"The weights of {name} were trained after its conversion ({', '.join(','.join(one.recover) for one in trained)}), so they "
-            "are not those of its base. Write them with exact attention all the same with --force, or take the base itself.",
+            f"The weights of {name} were trained after its conversion "
+            f"({', '.join(','.join(one.recover) for one in trained)}), so they are not those of its base. Write them "
+            "with exact attention all the same with --force, or take the base itself.",
             Exit.REFUSED,
         )
     was_extended = opened.model.config.approx["base"]["positions"] is not None

@@ -29,9 +29,9 @@ CHECK = "approx_export.json"
 # Batch sizes and lengths of the checks; the last inputs are padded.
 _BATCHES, _LENGTHS = (1, 3, 2), (12, 40, 120)
 _TRACED = (2, 100)
-# Largest difference relative to the largest output. ONNX Runtime has kernels of its own.
+# Largest difference relative to the largest output. ONNX Runtime has other kernels.
 _TOLERANCE = {"torch-export": 1e-4, "onnx": 1e-3}
-# A file of protobuf has at most 2 GB; larger weights get a file of their own.
+# A file of protobuf has at most 2 GB; larger weights get a separate file.
 _MOST_IN_ONE_FILE = 1_500_000_000
 
 
@@ -57,7 +57,7 @@ def export(
         force: Whether an existing `out` is replaced.
         revision: Commit on the hub.
         offline: Whether to use only local files and the hub's cache.
-        merge_adapter: Whether an adapter of PEFT beside the weights, or one whose folder is given, is merged into them.
+        merge_adapter: Whether a PEFT adapter next to the weights, or one named by its folder, is merged into them.
         progress: Called with the name of each step.
 
     Returns:
@@ -92,7 +92,7 @@ def export(
         program = _program(model)
         notes = copy_companions(opened.source, folder, foreign.carried(opened.source.config))
         shutil.copyfile(opened.source.folder / "config.json", folder / "config.json")
-        # The program needs no code; a tokenizer of its own may.
+        # The program needs no code; a custom tokenizer may.
         forget_code(folder)
         path = folder / FILES[format]
         if format == "onnx":
@@ -103,21 +103,21 @@ def export(
         progress("comparing with the model")
         run = _onnx_runner(path) if format == "onnx" else _torch_runner(path)
         found = {f"{batch} x {length}": _error(model, run, batch, length) for batch, length in sizes}
-        told = {
+        report = {
             "file": path.name,
             "format": format,
             "inputs": list(_inputs(model, *_TRACED)),
             "largest_relative_difference": found,
             "versions": {"approx": __version__, "torch": torch.__version__},
         }
-        (folder / CHECK).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        (folder / CHECK).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         if wrong := [f"{size}: {error:.1e}" for size, error in found.items() if not error <= _TOLERANCE[format]]:
             raise ApproxError(
-                f"The exported program differs from {name} at {', '.join(wrong)} (batch x length; {_TOLERANCE[format]:.0e} is "
-                "allowed). Nothing was written.",
+                f"The exported program differs from {name} at {', '.join(wrong)} (batch x length; "
+                f"{_TOLERANCE[format]:.0e} is allowed). Nothing was written.",
                 Exit.VERIFICATION,
             )
-    return {"output": str(out), **told, "notes": [*opened.notes, *notes]}
+    return {"output": str(out), **report, "notes": [*opened.notes, *notes]}
 
 
 def refuse_unexportable(model: Any) -> None:
@@ -138,8 +138,8 @@ def refuse_unexportable(model: Any) -> None:
     if reasons:
         able = ", ".join(name for name, kind in MECHANISMS.items() if kind.compiles == "whole")
         raise ApproxError(
-            f"{'; '.join(f'{named} cannot be exported: {reason}' for named, reason in reasons.items())}. Convert with one of "
-            f"{able} instead, without --exact-below.",
+            f"{'; '.join(f'{named} cannot be exported: {reason}' for named, reason in reasons.items())}. Convert with "
+            f"one of {able} instead, without --exact-below.",
             Exit.UNSUPPORTED,
         )
 
@@ -150,23 +150,24 @@ def _refuse_missing() -> None:
         import onnxscript  # type: ignore[import-not-found]  # optional
     except ImportError as error:
         raise ApproxError(
-            f"The format 'onnx' needs the packages onnx, onnxscript and onnxruntime ({error}). Install them: pip install "
-            "'approx-attention[onnx]'.",
+            f"The format 'onnx' needs the packages onnx, onnxscript and onnxruntime ({error}). Install them: pip "
+            "install 'approx-attention[onnx]'.",
             Exit.MISSING,
         ) from None
     del onnxruntime, onnxscript
 
 
-def _lengths(model: Any, asked: Sequence[int] | None) -> list[int]:
+def _lengths(model: Any, lengths: Sequence[int] | None) -> list[int]:
     most = positions.limit(model.config)
-    if asked is None:
+    if lengths is None:
         return [min(length, most or length) for length in _LENGTHS]
-    if len(asked) != len(_LENGTHS) or min(asked) < 2 or (most is not None and max(asked) > most):
+    if len(lengths) != len(_LENGTHS) or min(lengths) < 2 or (most is not None and max(lengths) > most):
         limit = "" if most is None else f", {most:,} at most"
         raise ApproxError(
-            f"The check runs at three lengths of 2 or more tokens{limit}; --lengths gave {', '.join(map(str, asked))}."
+            f"The check runs at three lengths of 2 or more tokens{limit}; --lengths gave "
+            f"{', '.join(map(str, lengths))}."
         )
-    return list(asked)
+    return list(lengths)
 
 
 def _inputs(model: Any, batch: int, length: int) -> dict[str, Tensor]:
@@ -191,7 +192,8 @@ def _program(model: Any) -> ExportedProgram:
     except Exception as error:
         # PyTorch raises many kinds here, with reports of many lines.
         raise ApproxError(
-            f"A {type(model).__name__} with these mechanisms has no program for every batch size and length: {_first_line(error)}",
+            f"A {type(model).__name__} with these mechanisms has no program for every batch size and length: "
+            f"{_first_line(error)}",
             Exit.UNSUPPORTED,
         ) from error
 
@@ -221,20 +223,21 @@ def _onnx_runner(path: Path) -> Callable[[dict[str, Tensor]], Tensor]:
 
 def _error(model: Any, run: Callable[[dict[str, Tensor]], Tensor], batch: int, length: int) -> float:
     inputs = _inputs(model, batch, length)
-    due = model(**inputs)[0]
+    expected = model(**inputs)[0]
     try:
-        given = run(inputs)
+        actual = run(inputs)
     except Exception as error:
         # PyTorch and ONNX Runtime raise many kinds here.
         raise ApproxError(
-            f"The exported program does not take {batch} inputs of {length} tokens: {_first_line(error)}. Nothing was written.",
+            f"The exported program does not take {batch} inputs of {length} tokens: {_first_line(error)}. Nothing was "
+            "written.",
             Exit.VERIFICATION,
         ) from error
     mask = inputs.get("attention_mask")
-    if mask is not None and due.shape[:2] == mask.shape:
+    if mask is not None and expected.shape[:2] == mask.shape:
         # Outputs of padding are undefined.
-        due, given = due[mask.bool()], given[mask.bool()]
-    return difference(given, due)
+        expected, actual = expected[mask.bool()], actual[mask.bool()]
+    return difference(actual, expected)
 
 
 def _first_line(error: Exception) -> str:
@@ -244,7 +247,7 @@ def _first_line(error: Exception) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """PyTorch's exporters warn about their own deprecated parts."""
+    """Silence warnings of PyTorch's exporters about deprecated parts of PyTorch."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -36,8 +36,8 @@ def with_separator(plan: Plan, find: Callable[[], int | None]) -> Plan:
     separator = find()
     if separator is None:
         raise ApproxError(
-            f"global_tokens '{lacking[0].settings['global_tokens']}' needs a separator token, but neither the tokenizer nor "
-            "the config of this model names one. Give its id as the setting 'separator'."
+            f"global_tokens '{lacking[0].settings['global_tokens']}' needs a separator token, but neither the "
+            "tokenizer nor the config of this model names one. Give its id as the setting 'separator'."
         )
     rules = (
         replace(rule, settings={**rule.settings, "separator": separator}) if _lacks(rule.settings) else rule
@@ -47,7 +47,7 @@ def with_separator(plan: Plan, find: Callable[[], int | None]) -> Plan:
 
 
 def of_checkpoint(source: checkpoint.Source) -> int | None:
-    """The separator of a checkpoint's tokenizer or, without a tokenizer, of its config; None if it names none."""
+    """The separator of a checkpoint's tokenizer or, without a tokenizer, of its config; None if there is none."""
     try:
         return named_by(checkpoint.processor(source))
     except ApproxError:
@@ -108,8 +108,9 @@ def exchange(model: Any, plan: Plan, *, max_length: int | None = None, bundle_ke
     """
     if not (isinstance(model, PreTrainedModel) and isinstance(plan, Plan)):
         raise ApproxError(
-            f"A conversion takes a loaded transformers model and an approx.Plan; {type(model).__name__} and {type(plan).__name__} "
-            "were given. Load a model with from_pretrained, without a wrapper; create a plan with approx.Plan.of."
+            f"A conversion takes a loaded transformers model and an approx.Plan; {type(model).__name__} and "
+            f"{type(plan).__name__} were passed. Load a model with from_pretrained, without a wrapper; create a plan "
+            "with approx.Plan.of."
         )
     if families.is_converted(model):
         raise ApproxError(

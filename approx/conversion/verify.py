@@ -1,4 +1,7 @@
-"""Check a conversion, when it is made and again later: files, code, exact limit, padding, causality, reload in a clean process, layer by layer error."""
+"""Check a conversion, when it is made and again later.
+
+Files, code, exact limit, padding, causality, reload in a clean process, error of each layer.
+"""
 
 import atexit
 import json
@@ -111,7 +114,8 @@ def not_approximated(model: Any, tokens: int) -> str:
     limit = positions.limit(model.config)
     if all(layer.fixed or (limit is not None and limit <= LONGEST) for layer in exact):
         return f"; exact at every length this model takes: layers {numbers}"
-    return f"; not checked where they approximate, from {latest(layer.start for layer in exact)} tokens on: layers {numbers}"
+    start = latest(layer.start for layer in exact)
+    return f"; not checked where they approximate, from {start} tokens on: layers {numbers}"
 
 
 def _layers(model: Any) -> list[_Layer]:
@@ -141,19 +145,19 @@ def padding_by_layer(model: Any, trial: Trial) -> float:
     """
     causal = any(site["causal"] for site in model.config.approx["sites"].values())
     inputs = example_inputs(model, trial.length, batch=3 if causal else 2, padded=trial.padded, device=model.device)
-    own = "attention_mask"
+    mask_name = "attention_mask"
     if causal and "decoder_input_ids" in inputs:
-        own = "decoder_attention_mask"
-        if own in signature(model.base_model.forward).parameters:
-            inputs[own] = torch.ones_like(inputs["decoder_input_ids"])
-            inputs[own][-1, trial.real :] = 0
-    if causal and own in inputs:
-        inputs[own][1] = inputs[own][-1].flip(0)
+        mask_name = "decoder_attention_mask"
+        if mask_name in signature(model.base_model.forward).parameters:
+            inputs[mask_name] = torch.ones_like(inputs["decoder_input_ids"])
+            inputs[mask_name][-1, trial.real :] = 0
+    if causal and mask_name in inputs:
+        inputs[mask_name][1] = inputs[mask_name][-1].flip(0)
 
     def compare(mechanism: Mechanism, call: Call) -> float:
-        given = inputs.get(own if mechanism.causal else "attention_mask")
+        mask = inputs.get(mask_name if mechanism.causal else "attention_mask")
         # Speech has fewer frames than samples, and only the model knows which frames are padding.
-        real = given.bool() if given is not None and given.shape == call.k.shape[::2] else call.mask
+        real = mask.bool() if mask is not None and mask.shape == call.k.shape[::2] else call.mask
         if real is None:
             return 0.0
         errors = [0.0]
@@ -273,22 +277,23 @@ def padding(model: Any) -> Check:
         layers = [padding_by_layer(model, trial) for trial in tried]
     if error > _TOLERANCE:
         with exact_below(model, sys.maxsize):
-            own = change()
-        if own > _TOLERANCE:
+            exact_error = change()
+        if exact_error > _TOLERANCE:
             # As Wav2Vec2 with group norm does, which is meant to be used without a mask.
             error = 0.0
             if max(layers) <= _TOLERANCE:
                 return Check(
                     name,
                     None,
-                    f"with exact attention too, this model reads its padding (relative difference {own:.1e})",
+                    "with exact attention too, padding changes this model's outputs (relative difference "
+                    f"{exact_error:.1e})",
                 )
     errors = [error, *layers]
     return _compared(name, model, max(errors), [trial.real for trial in tried])
 
 
 def causality(model: Any) -> Check:
-    """Whether changing the last tokens leaves all earlier outputs of a causal model, and of each causal layer, unchanged."""
+    """Whether earlier outputs of a causal model, and of its causal layers, ignore changes of the last tokens."""
     name = "no leak from the future"
     sites = model.config.approx["sites"].values()
     tried, errors = trials(model), []
@@ -309,7 +314,7 @@ def causality(model: Any) -> Check:
 
 
 def weights(folder: Path, reference: dict[str, Tensor], whose: str = "base") -> Check:
-    """Whether every tensor of a model stands in the written folder, bit for bit; an extended table begins with the old.
+    """Whether every tensor of a model is in the written folder, bit for bit; an extended table begins with the old one.
 
     A tensor may be stored in another dtype than the model computes in.
     """
@@ -331,14 +336,15 @@ def _begins_with(tensor: Tensor, start: Tensor) -> bool:
 def fresh_process(folder: Path, model: Any) -> Check:
     """Whether a new process without approx, approx_kernels and triton loads the folder and gives bit-equal outputs.
 
-    A folder without kernels runs plain PyTorch there, so it is compared with plain PyTorch here. The process runs the code that this
-    version writes, and only if the folder's own code equals it.
+    A folder without kernels runs plain PyTorch there, so it is compared with plain PyTorch here. The process runs the
+    code that this version writes, and only if the code in the folder equals it.
     """
     name = "reload without approx is bit-equal"
     stock = stock_class(type(model))
     if foreign := differences(folder, model.config, stock):
         return Check(name, False, f"not run, since {', '.join(foreign)} is not what this version writes")
-    auto = next((a for a, head in auto_classes(stock.config_class.model_type).items() if head == stock.__name__), None)  # type: ignore[attr-defined]  # every model class has it
+    kind = stock.config_class.model_type  # type: ignore[attr-defined]  # every model class has it
+    auto = next((a for a, head in auto_classes(kind).items() if head == stock.__name__), None)
     # Some task heads identify padding by a token that not every config has; without it they take only one row.
     rows = 2 if getattr(model.config, "pad_token_id", None) is not None else 1
     model.to("cpu")
@@ -351,9 +357,12 @@ def fresh_process(folder: Path, model: Any) -> Check:
     inputs += [{key: tensor[-1:] for key, tensor in _examples(model, trial).items()} for trial in longer]
     slim = not model.config.approx.get("bundle_kernels", False)
     with (
-        implementation("plain") if slim else nullcontext(), evaluating(model), widened(model), all_open(model),
+        implementation("plain") if slim else nullcontext(),
+        evaluating(model),
+        widened(model),
+        all_open(model),
         torch.inference_mode(),
-    ):  # fmt: skip
+    ):
         here = [model(**inputs[0])[0], *(model.base_model(**each, **uncached)[0] for each in inputs[1:])]
     with TemporaryDirectory(prefix="approx-copy-") as scratch:
         _copy_with_our_code(folder, Path(scratch), model)
@@ -370,7 +379,7 @@ def fresh_process(folder: Path, model: Any) -> Check:
 
 
 def _copy_with_our_code(folder: Path, target: Path, model: Any) -> None:
-    """The data of a folder, and beside them code written here: whoever changes the folder meanwhile changes no code."""
+    """Link the data of a folder next to code written here, so that changing the folder meanwhile changes no code."""
     for path in sorted(folder.iterdir()):
         if path.is_file() and path.suffix == ".safetensors":
             (target / path.name).symlink_to(path.resolve())
@@ -405,19 +414,19 @@ def _run(model: Any, inputs: dict[str, Tensor]) -> Tensor:
 def _real(hidden: Tensor, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Both rows without padded positions, where outputs are undefined; speech has fewer positions than samples."""
     mask = inputs.get("attention_mask")
-    kept = hidden.shape[1] if mask is None else int(hidden.shape[1] * mask[-1].float().mean())
-    return hidden[0], hidden[1, :kept]
+    real = hidden.shape[1] if mask is None else int(hidden.shape[1] * mask[-1].float().mean())
+    return hidden[0], hidden[1, :real]
 
 
 class Damage(NamedTuple):
     """The error of one layer.
 
     Attributes:
-        error: ‖o − o_exact‖ / ‖o_exact‖ of the layer's attention output over the real tokens of the batch; o_exact is the
-            output of exact attention on the same q, k and v.
+        error: ‖o − o_exact‖ / ‖o_exact‖ of the layer's attention output over the real tokens of the batch; o_exact is
+            the output of exact attention on the same q, k and v.
         captured_mass: Exact attention weight on the keys that the layer still sees, from 0 to 1, averaged over the real
-            queries and the heads that skip keys; None if no head does. A query with mass m whose weights on these keys are
-            proportional to the exact ones has an error of at most 2 (1 − m) max ‖v‖.
+            queries and the heads that skip keys; None if no head does. A query with mass m whose weights on these keys
+            are proportional to the exact ones has an error of at most 2 (1 − m) max ‖v‖.
         tokens: Number of tokens the layer attended over.
     """
 
@@ -479,7 +488,8 @@ def not_measured(model: Any, measured_at: Mapping[int, int]) -> list[str]:
         + (
             f"and the model takes no more than {limit:,}: they never approximate."
             if limit is not None and limit < start
-            else f"but errors were measured on {tokens:,}, so they are 0. Pass longer inputs with --calibrate to measure them."
+            else f"but errors were measured on {tokens:,}, so they are 0. Pass longer inputs with --calibrate to "
+            "measure them."
         )
         for (start, tokens), layers in exact.items()
     ]
@@ -512,7 +522,8 @@ def _exact(mechanism: Mechanism) -> Mechanism:
 
 # macOS libraries do not survive a fork, and Windows has no fork.
 _FORKS = sys.platform == "linux"
-# The check runs on the CPU, and a process that has initialised CUDA cannot be forked. The code in a folder gets no token.
+# The check runs on the CPU, and a process that has initialised CUDA cannot be forked. The code in a folder gets no
+# token.
 _ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "HF_TOKEN": "", "HUGGING_FACE_HUB_TOKEN": ""}
 
 
@@ -526,16 +537,16 @@ class Reloader:
     def __init__(self) -> None:
         self._owner = os.getpid()
         self._home = tempfile.TemporaryDirectory(prefix="approx-fresh-")
-        self._said = Path(self._home.name, "said")
+        self._log = Path(self._home.name, "log")
         # In append mode, writes restart at the beginning after the file is truncated.
-        with self._said.open("a") as said:
+        with self._log.open("a") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", clean_process.__file__, *(["forks"] if _FORKS else [])],
                 cwd=self._home.name,
                 env={**os.environ, **_ENVIRONMENT, "HF_MODULES_CACHE": f"{self._home.name}/modules"},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=said,
+                stderr=log,
                 text=True,
             )
         atexit.register(self.close)
@@ -552,17 +563,17 @@ class Reloader:
         with tempfile.TemporaryDirectory(dir=self._home.name) as scratch:
             for number, each in enumerate(inputs):
                 save_file({key: x.contiguous() for key, x in each.items()}, f"{scratch}/{number}.safetensors")
-            asked = {"folder": str(folder.resolve()), "auto": auto, "scratch": scratch, "calls": len(inputs)}
+            request = {"folder": str(folder.resolve()), "auto": auto, "scratch": scratch, "calls": len(inputs)}
             # Share the compiled code and probe results: another implementation would round differently.
-            asked |= {"threads": get_num_threads(), "cache": str(cache_folder().absolute())}
+            request |= {"threads": get_num_threads(), "cache": str(cache_folder().absolute())}
             try:
-                print(json.dumps(asked), file=self._process.stdin, flush=True)
+                print(json.dumps(request), file=self._process.stdin, flush=True)
                 status = self._process.stdout.readline().strip()
             except BrokenPipeError:
                 status = ""
             if status != "0":
-                said = self._said.read_text("utf-8", "replace").strip().splitlines()
-                raise ReloadError(said[-1] if said else "it died")
+                lines = self._log.read_text("utf-8", "replace").strip().splitlines()
+                raise ReloadError(lines[-1] if lines else "the process died")
             outputs = load_file(f"{scratch}/outputs.safetensors")
             return [outputs[str(number)] for number in range(len(inputs))]
 
@@ -681,7 +692,7 @@ def _files(damaged: list[str], edited: list[str], *, accept: bool) -> Check:
     if damaged:
         return Check(name, False, f"missing, different or not listed: {', '.join(damaged)}. Copy the folder again")
     if edited and not accept:
-        return Check(name, False, f"edited: {', '.join(edited)}. Accept your own edits with --accept")
+        return Check(name, False, f"edited: {', '.join(edited)}. Accept edits of yours with --accept")
     return Check(name, True, f"edited: {', '.join(edited)}" if edited else "every sha256 is right")
 
 
@@ -694,23 +705,24 @@ def _diffs(source: Source, *, offline: bool) -> tuple[dict[str, str], bool]:
     there = None if offline else checkpoint.listed(source.name, source.revision)
     known = {*code_files(source.folder)}
     more = {plainly(name): "in the repository; it was not downloaded" for name in there or [] if is_code(name)}
-    return found | {name: said for name, said in more.items() if name not in known}, there is not None
+    return found | {name: where for name, where in more.items() if name not in known}, there is not None
 
 
 def _code(source: Source, diffs: Mapping[str, str], *, whole: bool) -> Check:
     name = "code is what this version writes"
     if not diffs:
         if extra := carried(source.config):
-            said = f"beside it is code of the base, which approx does not know and did not run: {', '.join(extra)}. Read it"
-            return Check(name, None, said)
-        unseen = "" if whole else "; the hub was not asked what else is in the repository"
+            names = ", ".join(extra)
+            note = f"the folder has code of the base too, which approx does not know and did not run: {names}. Read it"
+            return Check(name, None, note)
+        unseen = "" if whole else "; other files in the repository on the hub were not listed"
         return Check(name, True if whole else None, f"approx {__version__}{unseen}")
     made = conversion(source.raw.get("approx") or {})
     by = __version__ if made is None else made.approx
-    told = f"{', '.join(diffs)} differs, and was not run; --verbose shows how"
+    detail = f"{', '.join(diffs)} differs, and was not run; --verbose shows how"
     if by != __version__ and not never_ours(diffs):
-        return Check(name, None, f"not checked: written by approx {by}, this is {__version__}: {told}")
-    return Check(name, False, told)
+        return Check(name, None, f"not checked: written by approx {by}, this is {__version__}: {detail}")
+    return Check(name, False, detail)
 
 
 def _model_checks(source: Source, edited: list[str], *, trusted: bool, progress: Callable[[str], None]) -> list[Check]:
@@ -737,7 +749,8 @@ def _model_checks(source: Source, edited: list[str], *, trusted: bool, progress:
 def state(model: Any) -> Check:
     """Whether the buffers and parameters of all mechanisms have values in their range."""
     wrong = [
-        f"{name} of a {type(mechanism).__name__} is {float(tensor.min()):.3g} … {float(tensor.max()):.3g}, not {low:g} … {high:g}"
+        f"{name} of a {type(mechanism).__name__} is {float(tensor.min()):.3g} … {float(tensor.max()):.3g}, not {low:g} "
+        f"… {high:g}"
         for mechanism in mechanisms(model)
         for name, (low, high) in mechanism.ranges.items()
         if (tensor := getattr(mechanism, name, None)) is not None and not ((tensor >= low) & (tensor <= high)).all()

@@ -1016,7 +1016,7 @@ def _written(
         _remember(opened, options, done, taught)
         if receipt is not None:
             batch = calibration_batch(opened.source, model, calibration_length(model), None)
-            receipt.lost(verify.layer_damage(model, batch.inputs), batch.told)
+            receipt.lost(verify.layer_damage(model, batch.inputs), batch.description)
         written["reloading in a fresh process"] = lambda folder: verify.fresh_process(folder, model)
     return convert.write_checked(
         out,

@@ -134,9 +134,12 @@ def _spans(mechanism: Any, config: Any) -> dict[str, Any]:
         return {}
     length = positions.limit(config) or _NO_LIMIT
     exact = type(mechanism)(
-        mechanism.heads, mechanism.head_dim, causal=mechanism.causal, scale=mechanism.scale,
+        mechanism.heads,
+        mechanism.head_dim,
+        causal=mechanism.causal,
+        scale=mechanism.scale,
         **mechanism.exact_settings(length),
-    )  # fmt: skip
+    )
     return {"spans": spans.tolist(), "operations": mechanism.flops(length) / exact.flops(length)}
 
 
@@ -556,7 +559,7 @@ def open_pair(
         offline: Whether to use only local files and the hub's cache.
         processor: The tokenizer or processor of a loaded model, or the folder that holds it.
         reads: Whether loaded models will read inputs, which takes a processor.
-        merge_adapter: Whether an adapter of PEFT beside the weights, or one whose folder is given, is merged into them.
+        merge_adapter: Whether a PEFT adapter next to the weights, or one named by its folder, is merged into them.
 
     Returns:
         `exact` -> the base, then the label of the model -> the model.
@@ -636,7 +639,7 @@ def generate(
         device: `auto`, `cpu` or `cuda`.
         dtype: `auto` or the name of a torch dtype.
         offline: Whether to use only local files and the hub's cache.
-        merge_adapter: Whether an adapter of PEFT beside the weights, or one whose folder is given, is merged into them.
+        merge_adapter: Whether a PEFT adapter next to the weights, or one named by its folder, is merged into them.
         options: Options of `approx.measuring.prediction.continued`: max_new_tokens, sample, temperature, seed.
 
     Returns:

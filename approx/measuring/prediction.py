@@ -79,9 +79,15 @@ class Decoder:
         with self._within(self._model):
             # No row ends early, so nothing is padded.
             return self._model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=False,
-                num_beams=1, pad_token_id=0, **{cache_keyword(): cache},
-            )  # fmt: skip
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=count,
+                min_new_tokens=count,
+                do_sample=False,
+                num_beams=1,
+                pad_token_id=0,
+                **{cache_keyword(): cache},
+            )
 
 
 def decoders(models: Mapping[str, Any], new_tokens: int) -> list[Contender]:
@@ -120,8 +126,8 @@ def refuse(model: Any) -> None:
     causal = model.can_generate() and not model.config.is_encoder_decoder and model.main_input_name == "input_ids"
     if not causal:
         raise ApproxError(
-            f"A {type(model).__name__} does not continue a text. Only decoders with a language-modelling head do, such as "
-            "GPT-2 and Llama; for other models there are `approx predict` and `approx bench` without --mode.",
+            f"A {type(model).__name__} does not continue a text. Only decoders with a language-modelling head do, such "
+            "as GPT-2 and Llama; for other models there are `approx predict` and `approx bench` without --mode.",
             Exit.UNSUPPORTED,
         )
 
@@ -225,7 +231,8 @@ def _read(opened: Mapping[str, checkpoint.Checkpoint], prompt: str, new: int) ->
     for label, one in opened.items():
         if encoded[label] != ids:
             raise ApproxError(
-                f"The tokenizers of {label} and {BASE} differ. Compare a converted checkpoint with the base it was made from."
+                f"The tokenizers of {label} and {BASE} differ. Compare a converted checkpoint with the base it was "
+                "made from."
             )
         vocabulary, limit = one.model.config.get_text_config().vocab_size, positions.limit(one.model.config)
         if max(ids) >= vocabulary:
@@ -250,9 +257,14 @@ def _continue(one: checkpoint.Checkpoint, ids: Tensor, new: int, ways: Mapping[s
     with torch.random.fork_rng(), torch.inference_mode():
         torch.manual_seed(seed)
         done = one.model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, streamer=clock, return_dict_in_generate=True,
-            pad_token_id=tokenizer.pad_token_id or 0, **ways,
-        )  # fmt: skip
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new,
+            streamer=clock,
+            return_dict_in_generate=True,
+            pad_token_id=tokenizer.pad_token_id or 0,
+            **ways,
+        )
     made = done.sequences[0, ids.shape[1] :].tolist()
     begun, first, *later = clock.times
     return {
@@ -302,7 +314,8 @@ def compare(
 
     Args:
         opened: Label -> checkpoint; the first is the base of all others.
-        given: A text or the path of a .txt file; the path of a FLAC or WAV file for speech, of an image file for images.
+        given: A text or the path of a .txt file; the path of a FLAC or WAV file for speech, of an image file for
+            images.
         question: The question to the text, for question answering and only for it.
         top: Number of candidates for each hidden token of a masked language model.
 
@@ -432,12 +445,13 @@ def _check_text(one: checkpoint.Checkpoint, text: str) -> None:
         raise ApproxError("The input has no tokens: its text is empty. Give at least one word.")
     if limit is not None and len(ids) > limit:
         raise ApproxError(
-            f"The input has {len(ids)} tokens, the limit is {limit} (the positions of {one.source.name}). Shorten it, or convert "
-            f"with --max-length {len(ids)} to extend them."
+            f"The input has {len(ids)} tokens, the limit is {limit} (the positions of {one.source.name}). Shorten it, "
+            f"or convert with --max-length {len(ids)} to extend them."
         )
     if max(ids) >= one.model.config.get_text_config().vocab_size:
         raise ApproxError(
-            f"The input has token {max(ids)}, but the vocabulary of {one.source.name} is 0-{one.model.config.get_text_config().vocab_size - 1}: its "
-            "tokenizer belongs to another model. Put the model's own tokenizer into its folder.",
+            f"The input has token {max(ids)}, but the vocabulary of {one.source.name} is "
+            f"0-{one.model.config.get_text_config().vocab_size - 1}: its tokenizer belongs to another model. Put the "
+            "model's own tokenizer into its folder.",
             Exit.UNAVAILABLE,
         )

@@ -1,8 +1,8 @@
 """Faster float32 matrix products on the CPU by a setting of PyTorch, and their gain on this machine.
 
-By default, PyTorch computes these products with MKL, which uses only AVX2 on processors not made by Intel. If bfloat16 is
-allowed for float32 products, PyTorch uses oneDNN, which uses AVX-512 and still computes in float32 on processors without
-bfloat16 tiles.
+By default, PyTorch computes these products with MKL, which uses only AVX2 on processors not made by Intel. If bfloat16
+is allowed for float32 products, PyTorch uses oneDNN, which uses AVX-512 and still computes in float32 on processors
+without bfloat16 tiles.
 """
 
 import contextlib
@@ -37,9 +37,9 @@ def fast_products() -> Iterator[None]:
 
     This sets PyTorch's `torch.backends.mkldnn.matmul.fp32_precision` for the whole process, so run all compared models
     within it. Contexts may be nested and used by several threads; the last one to end restores the setting, even after
-    an error. Enter it around a compiled call, not inside. Products in 16 bits, under autocast or on a GPU do not change.
-    Sums are in another order, so the last bits of results differ. `approx doctor --probe` measures the gain on this
-    machine.
+    an error. Enter it around a compiled call, not inside. Products in 16 bits, under autocast or on a GPU do not
+    change. Sums are in another order, so the last bits of results differ. `approx doctor --probe` measures the gain on
+    this machine.
 
         with approx.fast_products():
             model(**inputs)

@@ -94,7 +94,8 @@ def _notice(record: Record) -> str | None:
     parts = [] if record.notice is None else [record.notice]
     if older := list(lacking(record).values()):
         parts.append(
-            f"Made by an earlier version, without {', '.join(older)}: verdicts may be surer than the examples allow. Measure again."
+            f"Made by an earlier version, without {', '.join(older)}: verdicts may be surer than the examples allow. "
+            "Measure again."
         )
     return " ".join(parts) or None
 

@@ -140,8 +140,10 @@ def settings_of(name: str) -> dict[str, Any]:
         parameters += inspect.signature(kind_of(name).__bases__[0]).parameters.values()
     own = {each.name: each.default for each in parameters if each.default is not each.empty}
     return {
-        **own, **dict.fromkeys(ORDER if _is_ordered(name) else ()), **dict.fromkeys(SHARED if kind_of(name).fields else ())
-    }  # fmt: skip
+        **own,
+        **dict.fromkeys(ORDER if _is_ordered(name) else ()),
+        **dict.fromkeys(SHARED if kind_of(name).fields else ()),
+    }
 
 
 def _is_ordered(name: str) -> bool:

@@ -1,7 +1,7 @@
 """CTC prefix beam search for the likeliest text, optionally with a language model.
 
-Source: Hannun et al., 2014, "First-Pass Large Vocabulary Continuous Speech Recognition using Bi-Directional Recurrent DNNs",
-arXiv 1408.2873, algorithm 1.
+Source: Hannun et al., 2014, "First-Pass Large Vocabulary Continuous Speech Recognition using Bi-Directional Recurrent
+DNNs", arXiv 1408.2873, algorithm 1.
 """
 
 from __future__ import annotations

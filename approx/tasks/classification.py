@@ -17,8 +17,8 @@ from approx.tasks.task import Encoding, Example, Groups, Task
 class SequenceClassification(Task):
     """A class, or a number, for one text or a pair (`Example.inputs`: `text` and optionally `text_pair`).
 
-    Predictions are indices into `labels`; a task without labels is a regression, with floats. `kind` says so, and a checkpoint of
-    another kind (`problem_type` in its config) is refused.
+    Predictions are indices into `labels`; a task without labels is a regression, with floats. `kind` says so, and a
+    checkpoint of another kind (`problem_type` in its config) is refused.
     """
 
     head: ClassVar[Head] = SEQUENCE_CLASSIFICATION
@@ -90,9 +90,9 @@ class SequenceClassification(Task):
         # Another number of outputs is told as such.
         if (found := kind_of_outputs(config)) != self.kind and config.num_labels == (len(self.labels) or 1):
             raise ApproxError(
-                f"{self.name} has {_KINDS[self.kind]}, but the checkpoint predicts {_KINDS[found]} (problem_type {config.problem_type!r} "
-                f"and {config.num_labels} output{'s'[: config.num_labels > 1]} in config.json). Use a checkpoint fine-tuned on such a "
-                "task, or correct problem_type if it is wrong.",
+                f"{self.name} has {_KINDS[self.kind]}, but the checkpoint predicts {_KINDS[found]} (problem_type "
+                f"{config.problem_type!r} and {config.num_labels} output{'s'[: config.num_labels > 1]} in "
+                "config.json). Use a checkpoint fine-tuned on such a task, or correct problem_type if it is wrong.",
                 Exit.UNSUPPORTED,
             )
 

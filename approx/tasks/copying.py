@@ -1,7 +1,7 @@
 """Copying sequences: can a causal model repeat a sequence?
 
-Source: Katharopoulos et al., 2020, "Transformers are RNNs", arXiv 2006.16236, section 4.1; the sequences have the form in
-Kitaev et al., 2020, "Reformer", arXiv 2001.04451.
+Source: Katharopoulos et al., 2020, "Transformers are RNNs", arXiv 2006.16236, section 4.1; the sequences have the form
+in Kitaev et al., 2020, "Reformer", arXiv 2001.04451.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Copying(Generated):
     """Sequences `| w | w`: every symbol of the second w is predicted from all tokens before it.
 
     Symbols are uniform, and the length of w is uniform between half and all of what `length` allows, so only w itself
-    predicts the copy. Guessing is correct once in `symbols` times. Train the model on such sequences (the split `train`);
-    the paper uses 10 symbols and lengths of 128 and up to 512.
+    predicts the copy. Guessing is correct once in `symbols` times. Train the model on such sequences (the split
+    `train`); the paper uses 10 symbols and lengths of 128 and up to 512.
 
     Args:
         length: Tokens of the longest sequences, separators included, without the tokenizer's special tokens.
@@ -84,8 +84,8 @@ class Copying(Generated):
         ids = [*front, start, *rest]
         if max_length is not None and len(ids) > max_length:
             raise ApproxError(
-                f"{example.id} has {len(ids)} tokens, but the limit is {max_length}, and a truncated copy cannot be scored. "
-                f"Set 'length' to {max_length - len(front)} or less."
+                f"{example.id} has {len(ids)} tokens, but the limit is {max_length}, and a truncated copy cannot be "
+                f"scored. Set 'length' to {max_length - len(front)} or less."
             )
         symbols = {token: word for word, token in of_symbol.items()}
         return [{"input_ids": ids, "copied": len(example.label), "symbols": symbols}]

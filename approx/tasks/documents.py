@@ -32,8 +32,8 @@ class Documents(Classification):
     rest of a text is worth, compare a checkpoint with extended positions with one without.
 
     Args:
-        labels: Names of the classes in the order of the model's outputs, as a list or separated by commas; files may hold
-            names or numbers.
+        labels: Names of the classes in the order of the model's outputs, as a list or separated by commas; files may
+            hold names or numbers.
 
     Raises:
         ApproxError: if there are fewer than two labels, or a label twice.
@@ -55,8 +55,8 @@ class Documents(Classification):
         """Load a split; the default is `test`.
 
         Args:
-            data: A table (.csv, .tsv, .jsonl, .json, .parquet) with the columns text and label, a folder with a table named
-                after the split, or IMDb's own folder aclImdb; None uses IMDb from the hub.
+            data: A table (.csv, .tsv, .jsonl, .json, .parquet) with the columns text and label, a folder with a table
+                named after the split, or IMDb's own folder aclImdb; None uses IMDb from the hub.
             split: Name of the split.
             limit: Keep the first `limit` texts; the classes take turns, since many sources are sorted by class.
             streaming: Read the hub dataset while it downloads, until every class has its share of the limit.

@@ -15,8 +15,8 @@ from approx.tasks.metric import TaskMetric
 class EntityF1(TaskMetric):
     """F1 over whole entities: their type, first and last word must be right.
 
-    Tags are B-TYPE, I-TYPE and O; I- also begins an entity if none of its type goes on. A tag without a type is an entity of
-    one word.
+    Tags are B-TYPE, I-TYPE and O; I- also begins an entity if none of its type goes on. A tag without a type is an
+    entity of one word.
     """
 
     key = "entity_f1"

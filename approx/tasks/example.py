@@ -61,7 +61,8 @@ class Tally:
     """What was read of a source.
 
     Args:
-        read: Rows that hold an example: rows of a table, lines, files. With a limit, reading ends before the source does.
+        read: Rows that hold an example: rows of a table, lines, files. With a limit, reading ends before the source
+            does.
         skipped: Why rows hold none -> their number, such as `empty lines`.
     """
 

@@ -27,8 +27,8 @@ _SHOTS_SEED = 1234
 class Harness(Task):
     """A task of the LM Evaluation Harness in which a causal model rates given continuations, such as hellaswag or piqa.
 
-    Requests and scores are the harness's own; contexts that do not fit are truncated on the left. Tasks whose answers are
-    generated are not supported. The package lm-eval is needed: pip install 'approx-attention[lm-eval]'.
+    Requests and scores are the harness's own; contexts that do not fit are truncated on the left. Tasks whose answers
+    are generated are not supported. The package lm-eval is needed: pip install 'approx-attention[lm-eval]'.
 
     Args:
         task: Name of a task of the harness; `NAME` stands for any.
@@ -70,7 +70,8 @@ class Harness(Task):
         """Read the examples that the harness evaluates on.
 
         Args:
-            data: A folder with task definitions of yours in YAML; None uses the harness's own, with datasets from the hub.
+            data: A folder with task definitions of yours in YAML; None uses the harness's own, with datasets from the
+                hub.
             split: None; the harness chooses it.
             limit: Keep the first `limit` examples.
             streaming: No effect.
@@ -89,8 +90,8 @@ class Harness(Task):
         if made.aggregation().get(self._metric, _no).__name__ != "mean":
             means = [metric for metric, total in made.aggregation().items() if total.__name__ == "mean"]
             raise ApproxError(
-                f"{self.name} has no metric '{self._metric}' that is a mean over examples. It has {', '.join(means) or 'none'}; "
-                "choose one with --set metric=NAME.",
+                f"{self.name} has no metric '{self._metric}' that is a mean over examples. It has "
+                f"{', '.join(means) or 'none'}; choose one with --set metric=NAME.",
                 Exit.UNSUPPORTED,
             )
         examples = list(self._examples(made, limit))
@@ -104,7 +105,8 @@ class Harness(Task):
             requests = list(group)
             if {one.request_type for one in requests} != {"loglikelihood"}:
                 raise ApproxError(
-                    f"{self.name} asks for {requests[0].request_type}; only the rating of given continuations is supported.",
+                    f"{self.name} asks for {requests[0].request_type}; only the rating of given continuations is "
+                    "supported.",
                     Exit.UNSUPPORTED,
                 )
             inputs = {"requests": [list(one.args) for one in requests], "doc": requests[0].doc}

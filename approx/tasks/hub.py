@@ -78,8 +78,8 @@ def streamed(rows: Any, dataset: str) -> Iterator[dict[str, Any]]:
     # The libraries for the different kinds of storage have no common exception.
     except Exception as error:
         raise ApproxError(
-            f"The download of {dataset} failed: {' '.join(str(error).split())[:200] or type(error).__name__}. Try again, or "
-            "give the official files with --data DIR.",
+            f"The download of {dataset} failed: {' '.join(str(error).split())[:200] or type(error).__name__}. Try "
+            "again, or give the official files with --data DIR.",
             Exit.UNAVAILABLE,
         ) from error
 

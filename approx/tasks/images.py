@@ -104,8 +104,8 @@ class ImageClassification(Classification):
     """The class of an image, by a model such as ViT. Tokens are patches of 16 pixels.
 
     Args:
-        labels: Names of the classes in the data, in the order of the model's outputs, as a list or separated by commas; the
-            data may also hold numbers in this order. None uses the names in the checkpoint.
+        labels: Names of the classes in the data, in the order of the model's outputs, as a list or separated by commas;
+            the data may also hold numbers in this order. None uses the names in the checkpoint.
 
     Raises:
         ApproxError: if there are fewer than two labels, or a label twice.
@@ -123,8 +123,8 @@ class ImageClassification(Classification):
         """Read a folder of images or a table; the default split is `test`.
 
         Args:
-            data: A folder with a folder of images for each class, or with such folders below a folder named after the split;
-                a table with the columns image (paths relative to it) and label; or `hub:OWNER/NAME`.
+            data: A folder with a folder of images for each class, or with such folders below a folder named after the
+                split; a table with the columns image (paths relative to it) and label; or `hub:OWNER/NAME`.
             split: Name of the split.
             limit: Keep the first `limit` images; the classes take turns.
             streaming: Read a hub dataset while it downloads.
@@ -220,8 +220,8 @@ def _patches(processor: Any, side: int) -> int:
 def _reader(processor: Any) -> _Reader:
     if "pixel_values" not in getattr(processor, "model_input_names", ()):
         raise ApproxError(
-            f"The checkpoint has a {type(processor).__name__} instead of an image processor. Put its preprocessor_config.json beside "
-            "the weights.",
+            f"The checkpoint has a {type(processor).__name__} instead of an image processor. Put its "
+            "preprocessor_config.json beside the weights.",
             Exit.UNAVAILABLE,
         )
     # Two back ends of one processor have different types and the same settings.

@@ -22,13 +22,13 @@ _BETWEEN = re.compile(r"\s*[,;|]\s*")
 class Classification(SequenceClassification):
     """The class of a text, or of a pair of texts (column `text_pair`), in a table or a hub dataset of yours.
 
-    The checkpoint's `problem_type` says whether a text has one label, several at once (`label` is a list, names between commas, or
-    missing where each label has a column of 0 and 1) or a number. Metrics are accuracy; F1 over all labels, its mean over labels
-    and the share of texts with all labels right; or correlations.
+    The checkpoint's `problem_type` says whether a text has one label, several at once (`label` is a list, names between
+    commas, or missing where each label has a column of 0 and 1) or a number. Metrics are accuracy; F1 over all labels,
+    its mean over labels and the share of texts with all labels right; or correlations.
 
     Args:
-        labels: Names of the classes in the data, in the order of the model's outputs, as a list or separated by commas; the
-            data may also hold numbers in this order. None uses the names in the checkpoint.
+        labels: Names of the classes in the data, in the order of the model's outputs, as a list or separated by commas;
+            the data may also hold numbers in this order. None uses the names in the checkpoint.
 
     Raises:
         ApproxError: if there are fewer than two labels, or a label twice.
@@ -52,8 +52,8 @@ class Classification(SequenceClassification):
             return
         if len(names) < 2 or len(set(names)) < len(names):
             raise ApproxError(
-                f"The setting 'labels' of the task '{self.name}' is {shown(labels)}; it must name at least two different "
-                "classes, in the order of the model's outputs."
+                f"The setting 'labels' of the task '{self.name}' is {shown(labels)}; it must name at least two "
+                "different classes, in the order of the model's outputs."
             )
         self.labels, self._arranged = names, tuple(range(len(names)))
 
@@ -82,9 +82,10 @@ class Classification(SequenceClassification):
     def _refuse_numbers(self, config: Any) -> None:
         if config.num_labels != 1 or self.labels:
             raise ApproxError(
-                f"{self.name}: the checkpoint predicts {config.num_labels} number{'s'[: config.num_labels > 1]} (problem_type "
-                f"{config.problem_type!r} in config.json), {'which no task here scores' if config.num_labels > 1 else 'not labels'}. "
-                "Use a checkpoint with labels, or correct problem_type if it is wrong.",
+                f"{self.name}: the checkpoint predicts {config.num_labels} number{'s'[: config.num_labels > 1]} "
+                f"(problem_type {config.problem_type!r} in config.json), "
+                f"{'which no task here scores' if config.num_labels > 1 else 'not labels'}. Use a checkpoint with "
+                "labels, or correct problem_type if it is wrong.",
                 Exit.UNSUPPORTED,
             )
 
@@ -109,8 +110,8 @@ class Classification(SequenceClassification):
         """Read a table; the default split is `test`.
 
         Args:
-            data: A table (.csv, .tsv, .jsonl, .json, .parquet; all but the last also .gz) with the columns text and label,
-                a folder with a table named after the split, or `hub:OWNER/NAME`. Other columns are named with
+            data: A table (.csv, .tsv, .jsonl, .json, .parquet; all but the last also .gz) with the columns text and
+                label, a folder with a table named after the split, or `hub:OWNER/NAME`. Other columns are named with
                 --columns text=NAME,label=NAME.
             split: Name of the split.
             limit: Keep the first `limit` rows; the classes take turns, since many sources are sorted by class.
@@ -161,7 +162,8 @@ class Classification(SequenceClassification):
         flags = {name: _flag(row.cells[name]) for name in self.labels}
         if wrong := next((name for name, flag in flags.items() if flag is None), None):
             raise ApproxError(
-                f"{row.place}: the column {wrong} holds {shown(row.cells[wrong])}; a label's column holds 0 or 1. Fix or remove it.",
+                f"{row.place}: the column {wrong} holds {shown(row.cells[wrong])}; a label's column holds 0 or 1. Fix "
+                "or remove it.",
                 Exit.UNAVAILABLE,
             )
         own = dataclasses.replace(row, cells={**row.cells, column: [name for name, flag in flags.items() if flag]})

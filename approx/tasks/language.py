@@ -1,7 +1,7 @@
 """Causal language modelling of any text: how well a model predicts each token from those before it.
 
-Source: perplexity by a sliding window follows Baevski and Auli, 2019, "Adaptive Input Representations for Neural Language
-Modeling", arXiv 1809.10853.
+Source: perplexity by a sliding window follows Baevski and Auli, 2019, "Adaptive Input Representations for Neural
+Language Modeling", arXiv 1809.10853.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ class LanguageModelling(Text):
     """Perplexity and bits per byte of a causal model, by a sliding window.
 
     Every token is scored once, in a window with at least `window - stride` tokens before it, except at the beginning of
-    a text. Bits per byte do not depend on the tokenizer. If the tokenizer has a beginning-of-text token, each text begins
-    with it, so that the first token is scored too.
+    a text. Bits per byte do not depend on the tokenizer. If the tokenizer has a beginning-of-text token, each text
+    begins with it, so that the first token is scored too.
 
     Args:
         window: Tokens of a window; None uses the model's positions, or 1,024 if they are unlimited.
         stride: Maximum number of tokens scored in a window, less than its length; None uses half a window.
         stretch: Approximate number of characters of an example; examples are the unit of resampling.
-        join: Whether the rows of a table are the lines of one text, as in Salesforce/wikitext, so that context reaches over them.
+        join: Whether the rows of a table are the lines of one text, as in Salesforce/wikitext, so that context reaches
+            over them.
 
     Raises:
         ApproxError: if a setting is out of range.
@@ -122,7 +123,7 @@ def check_causal(task: str, model: Any) -> None:
     model.train(training)
     if (early[0] - early[1]).abs().max() > 1e-3 * early.abs().max():
         raise ApproxError(
-            f"{task} needs a causal model, but the output of this {type(model).__name__} depends on later tokens. Use the task "
-            "mlm, or set is_decoder in its config.",
+            f"{task} needs a causal model, but the output of this {type(model).__name__} depends on later tokens. Use "
+            "the task mlm, or set is_decoder in its config.",
             Exit.UNSUPPORTED,
         )

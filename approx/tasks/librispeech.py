@@ -76,7 +76,8 @@ class LibriSpeech(Transcription):
         # Training asks for the split 'train', which here has a longer name.
         if split not in (None, self._split) and not (split == "train" and self._split.startswith("train-")):
             raise ApproxError(
-                f"--split {split} contradicts the task {self.name}. Leave out --split, or change the split in the task's name."
+                f"--split {split} contradicts the task {self.name}. Leave out --split, or change the split in the "
+                "task's name."
             )
         notes, tally = [], Tally()
         if data is None:
@@ -119,8 +120,8 @@ class LibriSpeech(Transcription):
                 stored = [file for suffix in _SUFFIXES if (file := path.parent / (name + suffix)).is_file()]
                 if not stored:
                     raise ApproxError(
-                        f"{path}, line {number}: {name}.flac or {name}.wav is missing. Unpack the archive again, or remove the "
-                        "line.",
+                        f"{path}, line {number}: {name}.flac or {name}.wav is missing. Unpack the archive again, or "
+                        "remove the line.",
                         Exit.UNAVAILABLE,
                     )
                 transcribed.add(path.parent / name)

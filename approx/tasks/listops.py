@@ -1,7 +1,7 @@
 """ListOps: the value of a nested expression over digits, generated or read from the published files.
 
-Source: Nangia and Bowman, 2018, "ListOps: A Diagnostic Dataset for Latent Tree Learning", arXiv 1804.06028; the settings
-of long expressions are those of Tay et al., 2021, "Long Range Arena", arXiv 2011.04006.
+Source: Nangia and Bowman, 2018, "ListOps: A Diagnostic Dataset for Latent Tree Learning", arXiv 1804.06028; the
+settings of long expressions are those of Tay et al., 2021, "Long Range Arena", arXiv 2011.04006.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ class ListOps(SequenceClassification):
             return matches[0]
         there = ", ".join(path.name for path in known) or "no tsv"
         raise ApproxError(
-            f"{self.name}: looked for {wanted}*.tsv or basic_{wanted}.tsv in {data}, found {there}. Give the file itself with "
-            "--data, or another --split.",
+            f"{self.name}: looked for {wanted}*.tsv or basic_{wanted}.tsv in {data}, found {there}. Give the file "
+            "itself with --data, or another --split.",
             Exit.UNAVAILABLE,
         )
 
@@ -124,8 +124,8 @@ class ListOps(SequenceClassification):
             words = split_words(expression)
             if value not in DIGITS or not words or not set(words) <= set(WORDS):
                 raise ApproxError(
-                    f"{path}, line {number}: not an expression with a value from 0 to 9: {line[:60]!r}. Fix or remove the "
-                    "line, or download the file again.",
+                    f"{path}, line {number}: not an expression with a value from 0 to 9: {line[:60]!r}. Fix or remove "
+                    "the line, or download the file again.",
                     Exit.UNAVAILABLE,
                 )
             tally.read += 1

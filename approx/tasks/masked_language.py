@@ -27,7 +27,8 @@ class MaskedLanguageModelling(Text):
             unlimited.
         hidden: Share of hidden tokens.
         stretch: Approximate number of characters of an example; an example longer than a window is read in several.
-        join: Whether the rows of a table are the lines of one text, as in Salesforce/wikitext, so that context reaches over them.
+        join: Whether the rows of a table are the lines of one text, as in Salesforce/wikitext, so that context reaches
+            over them.
 
     Raises:
         ApproxError: if a setting is out of range.

@@ -62,8 +62,8 @@ class TaskMetric(evaluate.Metric):
             total = cls.total(cls.evidence(predictions, labels))
         if not math.isfinite(total):
             raise ApproxError(
-                f"The metric {cls.key} is {total} on {len(labels)} examples: {cls.undefined}. Give examples on which it has a "
-                "value.",
+                f"The metric {cls.key} is {total} on {len(labels)} examples: {cls.undefined}. Give examples on which "
+                "it has a value.",
                 Exit.UNAVAILABLE,
             )
         return total

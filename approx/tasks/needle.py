@@ -36,8 +36,8 @@ class Needle(Generated, SequenceClassification):
 
     A text is the question (`find` and a key), followed by the document; the label is the value of that key. All other
     pairs are distractors, so a model must find one of thousands of words by its content, at any distance; counting
-    values or reading near the question is no better than guessing. This demonstrates what a mechanism keeps; it is not a
-    benchmark of language.
+    values or reading near the question is no better than guessing. This demonstrates what a mechanism keeps; it is not
+    a benchmark of language.
 
     Args:
         length: Tokens of every example, at most 131,072, including the two special tokens of a BERT tokenizer.

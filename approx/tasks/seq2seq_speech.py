@@ -30,8 +30,8 @@ def refuse_long(extractor: Any, samples: int, name: str) -> None:
     if samples > extractor.n_samples:
         rate = extractor.sampling_rate
         raise ApproxError(
-            f"{name} has {samples / rate:.1f} seconds, but the checkpoint hears {extractor.n_samples / rate:.0f} at a time. Cut "
-            "it, or leave it out.",
+            f"{name} has {samples / rate:.1f} seconds, but the checkpoint hears {extractor.n_samples / rate:.0f} at a "
+            "time. Cut it, or leave it out.",
             Exit.UNSUPPORTED,
         )
 

@@ -80,7 +80,8 @@ def window_within(task: str, window: int | None, limit: int | None, default: int
         return default if limit is None else min(default, limit)
     if limit is not None and window > limit:
         raise ApproxError(
-            f"The setting 'window' of the task '{task}' is {window}, but the limit is {limit} tokens: the positions of the models, "
-            f"or --max-length. Set a smaller window, or convert with --max-length {window} to extend the positions."
+            f"The setting 'window' of the task '{task}' is {window}, but the limit is {limit} tokens: the positions of "
+            f"the models, or --max-length. Set a smaller window, or convert with --max-length {window} to extend the "
+            "positions."
         )
     return window

@@ -33,13 +33,13 @@ _WINDOW = 384
 class Squad(Task):
     """Extractive question answering, version 1.1, or 2.0 with unanswerable questions.
 
-    A text longer than the window is read in overlapping windows. The answer is the span with the highest sum of start and
-    end logits over all windows, unless (2.0) the no-answer score is higher by more than `no_answer_margin`.
+    A text longer than the window is read in overlapping windows. The answer is the span with the highest sum of start
+    and end logits over all windows, unless (2.0) the no-answer score is higher by more than `no_answer_margin`.
 
     Args:
         version: 1 or 2.
-        window: Maximum tokens of a window, including question and special tokens; None uses 384, or the model's positions
-            if they are fewer.
+        window: Maximum tokens of a window, including question and special tokens; None uses 384, or the model's
+            positions if they are fewer.
         stride: Tokens that neighbouring windows share.
         best: Number of likeliest starts and ends considered in a window.
         longest_answer: Maximum tokens of an answer.
@@ -86,8 +86,8 @@ class Squad(Task):
         """Load a split, `dev` (the default) or `train`.
 
         Args:
-            data: SQuAD's own JSON file or its folder, or a table with the columns question, context and answers, as on the hub
-                (.csv, .tsv, .jsonl, .json, .parquet, `hub:OWNER/NAME`); None uses the hub dataset.
+            data: SQuAD's own JSON file or its folder, or a table with the columns question, context and answers, as on
+                the hub (.csv, .tsv, .jsonl, .json, .parquet, `hub:OWNER/NAME`); None uses the hub dataset.
             split: `dev` or `train`.
             limit: Keep the first `limit` questions.
             streaming: Read the hub dataset while it downloads, up to the limit.
@@ -110,7 +110,8 @@ class Squad(Task):
     def read_table(self, data: Path, split: str, limit: int | None = None, *, streaming: bool = False) -> Split:
         """Read a split with a question in each row, as on the hub.
 
-        Answers are `{"text": […], "answer_start": […]}`, a list of texts or a text; none of them says that there is no answer.
+        Answers are `{"text": […], "answer_start": […]}`, a list of texts or a text; none of them says that there is no
+        answer.
         """
         tally = Tally()
         name, rows = open_table(self.name, data, split, tally, encoding=self.encoding, streaming=streaming)
@@ -174,7 +175,8 @@ class Squad(Task):
             asked = [one for article in articles for part in article["paragraphs"] for one in part["qas"]]
             if self._version == 2 and asked and not any("is_impossible" in one for one in asked):
                 raise ApproxError(
-                    f"{path} is of SQuAD 1.1: it does not say which questions are unanswerable. Use the task squad, or a file of 2.0.",
+                    f"{path} is of SQuAD 1.1: it does not say which questions are unanswerable. Use the task squad, or "
+                    "a file of 2.0.",
                     Exit.UNAVAILABLE,
                 )
             for article in articles:
@@ -191,8 +193,9 @@ class Squad(Task):
         except (KeyError, TypeError, AttributeError) as error:
             found = f"a part has no key {error}" if isinstance(error, KeyError) else f"{error}"
             raise ApproxError(
-                f"{path} has paragraphs, but not the layout of SQuAD: {found}. An article has title and paragraphs, a paragraph "
-                "context and qas, a question id, question and answers. Correct it, or write a table with a question in each row.",
+                f"{path} has paragraphs, but not the layout of SQuAD: {found}. An article has title and paragraphs, a "
+                "paragraph context and qas, a question id, question and answers. Correct it, or write a table with a "
+                "question in each row.",
                 Exit.UNAVAILABLE,
             ) from None
 
@@ -229,8 +232,8 @@ class Squad(Task):
     ) -> Example:
         if not answers and not impossible:
             raise ApproxError(
-                f"{place}: question {question['id']} has no answers and cannot be scored. Use a split with answers, or squad_v2 "
-                "if the question is marked as impossible.",
+                f"{place}: question {question['id']} has no answers and cannot be scored. Use a split with answers, or "
+                "squad_v2 if the question is marked as impossible.",
                 Exit.UNAVAILABLE,
             )
         if impossible and self._version == 1:
@@ -246,16 +249,16 @@ class Squad(Task):
         """Tokenise question and text in overlapping windows, with the character offsets of the text's tokens."""
         if not getattr(processor, "is_fast", False):
             raise ApproxError(
-                f"{self.name} needs the positions of tokens in the text, which {type(processor).__name__} does not give. "
-                "Put the tokenizer's tokenizer.json into the checkpoint's folder.",
+                f"{self.name} needs the positions of tokens in the text, which {type(processor).__name__} does not "
+                "give. Put the tokenizer's tokenizer.json into the checkpoint's folder.",
                 Exit.UNSUPPORTED,
             )
         window = window_within(self.name, self._window, max_length, _WINDOW)
         taken = len(processor(example.inputs["question"])["input_ids"]) + processor.num_special_tokens_to_add(pair=True)
         if taken + self._stride >= window:
             raise ApproxError(
-                f"{example.id}: the question has {taken} tokens, which leaves no room for the text in windows of {window} "
-                f"tokens that share {self._stride}. Set a larger window or a smaller stride.",
+                f"{example.id}: the question has {taken} tokens, which leaves no room for the text in windows of "
+                f"{window} tokens that share {self._stride}. Set a larger window or a smaller stride.",
             )
         windows = processor(
             example.inputs["question"],

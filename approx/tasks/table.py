@@ -213,8 +213,8 @@ def _with_header(
         elif len(row) > len(header):
             separator = "tab" if path.name.removesuffix(".gz").endswith(".tsv") else "comma"
             raise ApproxError(
-                f"{path}, line {number}: {len(row)} cells where the first line has {len(header)}. Fix or remove the line; a "
-                f"{separator} inside a cell needs quotes around it"
+                f"{path}, line {number}: {len(row)} cells where the first line has {len(header)}. Fix or remove the "
+                f"line; a {separator} inside a cell needs quotes around it"
                 f"{' in every such cell of the file, or write a .csv or .jsonl' if separator == 'tab' else ''}.",
                 Exit.UNAVAILABLE,
             )
@@ -227,8 +227,8 @@ def _comma_separated(text: str, path: Path) -> list[tuple[int, list[str]]]:
         return _quoted(text, ",")
     except _QuoteError as wrong:
         raise ApproxError(
-            f"{path}, line {wrong.line} is not CSV ({wrong}). In a cell that begins with a quote, double the quotes inside and close "
-            "it with one; put quotes around a cell with a comma or a line end.",
+            f"{path}, line {wrong.line} is not CSV ({wrong}). In a cell that begins with a quote, double the quotes "
+            "inside and close it with one; put quotes around a cell with a comma or a line end.",
             Exit.UNAVAILABLE,
         ) from None
 
@@ -258,8 +258,8 @@ def _tab_separated(text: str, path: Path) -> list[tuple[int, list[str]]]:
     inside = [line for _, row in quoted for cell in row for line in cell.split("\n")[1:-1]]
     if regular or any(line.count("\t") + 1 >= width for line in inside):
         raise ApproxError(
-            f"{path}, line {spanning}: a cell begins with a quote that is closed on a later line, so this is one row or several. "
-            "Write the table as .csv if quotes hold cells together, or as .jsonl.",
+            f"{path}, line {spanning}: a cell begins with a quote that is closed on a later line, so this is one row "
+            "or several. Write the table as .csv if quotes hold cells together, or as .jsonl.",
             Exit.UNAVAILABLE,
         )
     return quoted

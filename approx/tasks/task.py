@@ -94,7 +94,8 @@ class Task(ABC):
                 return self.read(data, split, limit, streaming=streaming)
         if data is None:
             raise ApproxError(
-                f"Columns were named for the task '{self.name}', but no table. Give a file or hub:OWNER/NAME with --data."
+                f"Columns were named for the task '{self.name}', but no table. Give a file or hub:OWNER/NAME with "
+                "--data."
             )
         return self.read_table(data, split or "test", limit, streaming=streaming)
 
@@ -245,8 +246,8 @@ class Task(ABC):
             config: The model's configuration, which maps outputs to labels.
 
         Returns:
-            Tensors by the names of the model's inputs: `labels`, [B] or [B, L], or `start_positions` and `end_positions`,
-            [B]. In [B, L], ignored tokens are -100.
+            Tensors by the names of the model's inputs: `labels`, [B] or [B, L], or `start_positions` and
+            `end_positions`, [B]. In [B, L], ignored tokens are -100.
         """
 
     @abstractmethod

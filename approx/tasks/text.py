@@ -28,8 +28,8 @@ _SUFFIXES = (".txt", ".txt.gz", ".tokens", ".raw")
 class Text(Task):
     """A text, cut between words into stretches of about `stretch` characters; each stretch is an example.
 
-    A row of a table is a text of its own: no stretch and no context reaches into another row, unless `join` says that the rows
-    are the lines of one text.
+    A row of a table is a text of its own: no stretch and no context reaches into another row, unless `join` says that
+    the rows are the lines of one text.
     """
 
     metrics: tuple[str, ...]
@@ -48,8 +48,8 @@ class Text(Task):
         """Load a text; the default split is `test` of wikitext-2.
 
         Args:
-            data: A text file (.txt, .tokens, .raw, also .gz), a folder with a file named after the split, a table with the
-                column text, or `hub:OWNER/NAME`; None uses wikitext-2 from the hub.
+            data: A text file (.txt, .tokens, .raw, also .gz), a folder with a file named after the split, a table with
+                the column text, or `hub:OWNER/NAME`; None uses wikitext-2 from the hub.
             split: Name of the split.
             limit: Keep the first `limit` stretches.
             streaming: Read the hub dataset while it downloads, until there are enough stretches.
@@ -124,8 +124,8 @@ class Text(Task):
             return matches[0]
         there = ", ".join(path.name for path in known) or "no text"
         raise ApproxError(
-            f"{self.name}: looked for one text file{f' of the split {split}' if split else ''} in {data}, found {there}. "
-            "Give the file itself with --data.",
+            f"{self.name}: looked for one text file{f' of the split {split}' if split else ''} in {data}, found "
+            f"{there}. Give the file itself with --data.",
             Exit.UNAVAILABLE,
         )
 
@@ -163,8 +163,8 @@ def tokenised(processor: Any, text: str) -> tuple[NDArray[np.int64], NDArray[np.
     """Tokens of a whole text, and the index of the first character of each; cached for all stretches of a text."""
     if not getattr(processor, "is_fast", False):
         raise ApproxError(
-            f"Language modelling needs the positions of tokens in the text, which {type(processor).__name__} does not give. "
-            "Put the tokenizer's tokenizer.json into the checkpoint's folder.",
+            f"Language modelling needs the positions of tokens in the text, which {type(processor).__name__} does not "
+            "give. Put the tokenizer's tokenizer.json into the checkpoint's folder.",
             Exit.UNSUPPORTED,
         )
     encoded = processor(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)

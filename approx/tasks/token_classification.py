@@ -1,7 +1,7 @@
 """Classification of the words of a text, such as named entities.
 
-Source: Tjong Kim Sang and De Meulder, 2003, "Introduction to the CoNLL-2003 Shared Task", CoNLL; entities are read from tags
-as in its script conlleval.
+Source: Tjong Kim Sang and De Meulder, 2003, "Introduction to the CoNLL-2003 Shared Task", CoNLL; entities are read from
+tags as in its script conlleval.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class TokenClassification(Classification):
     Words that were truncated have the tag O.
 
     Args:
-        labels: Names of the tags in the data, in the order of the model's outputs, as a list or separated by commas; the data
-            may also hold numbers in this order. None uses the names in the checkpoint.
+        labels: Names of the tags in the data, in the order of the model's outputs, as a list or separated by commas;
+            the data may also hold numbers in this order. None uses the names in the checkpoint.
 
     Raises:
         ApproxError: if there are fewer than two labels, or a label twice.
@@ -50,15 +50,16 @@ class TokenClassification(Classification):
         """Read a file of words and tags, or a table; the default split is `test`.
 
         Args:
-            data: A file of columns (.conll, .iob, .iob2, .bio, .txt) with a word first and its tag last in each line, and empty
-                lines between texts; a table with the columns tokens and tags, each a list or a text with spaces; a folder with
-                a table named after the split; or `hub:OWNER/NAME`.
+            data: A file of columns (.conll, .iob, .iob2, .bio, .txt) with a word first and its tag last in each line,
+                and empty lines between texts; a table with the columns tokens and tags, each a list or a text with
+                spaces; a folder with a table named after the split; or `hub:OWNER/NAME`.
             split: Name of the split.
             limit: Keep the first `limit` texts.
             streaming: Read a hub dataset while it downloads.
 
         Raises:
-            ApproxError: if there are no data, a text has more or fewer tags than words, a tag is unknown, or no text is left.
+            ApproxError: if there are no data, a text has more or fewer tags than words, a tag is unknown, or no text is
+                left.
         """
         if data is None or data.suffix not in _COLUMNS:
             return super().read(data, split, limit, streaming=streaming)
@@ -107,8 +108,8 @@ class TokenClassification(Classification):
         """Tokenise the words, and find the first token of each."""
         if not getattr(processor, "is_fast", False):
             raise ApproxError(
-                f"{self.name} needs to know the word of a token, which {type(processor).__name__} does not tell. Put the "
-                "tokenizer's tokenizer.json into the checkpoint's folder.",
+                f"{self.name} needs to know the word of a token, which {type(processor).__name__} does not tell. Put "
+                "the tokenizer's tokenizer.json into the checkpoint's folder.",
                 Exit.UNSUPPORTED,
             )
         made = processor(

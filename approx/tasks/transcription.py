@@ -1,6 +1,7 @@
 """Transcription of recordings by a model with a CTC head, or by Whisper, scored by word error rate.
 
-Source: Graves et al., 2006, "Connectionist Temporal Classification", ICML; Baevski et al., 2020, "wav2vec 2.0", arXiv 2006.11477.
+Source: Graves et al., 2006, "Connectionist Temporal Classification", ICML; Baevski et al., 2020, "wav2vec 2.0", arXiv
+2006.11477.
 """
 
 from __future__ import annotations
@@ -52,14 +53,15 @@ class Transcription(Task):
     A model with an attention mask takes batches of mixed lengths. One without (its first layer is normalised over time,
     `feat_extract_norm: group`) would see the padding, so its batches have recordings of one length only.
 
-    Models with a decoder, such as Whisper, write the text token by token from recordings of up to 30 seconds; punctuation does
-    not count.
+    Models with a decoder, such as Whisper, write the text token by token from recordings of up to 30 seconds;
+    punctuation does not count.
 
     Args:
         beams: Number of beams; 1 is greedy.
         ngram: An n-gram model of words in the ARPA format, .arpa or .arpa.gz, that scores the beams.
         ngram_weight: Weight of its log probabilities.
-        word_reward: Bonus in nats for each word, which makes up for its preference for few words; only with an n-gram model.
+        word_reward: Bonus in nats for each word, which makes up for its preference for few words; only with an n-gram
+            model.
         language: Language that a multilingual model with a decoder writes, such as en; None lets the model decide.
 
     Raises:
@@ -108,8 +110,8 @@ class Transcription(Task):
         silent = sum(not example.label for example in made.examples)
         if silent == len(made.examples):
             raise ApproxError(
-                f"{self.name}: none of the {silent} transcripts has words, so there is no error rate. Name their column with "
-                "--columns text=NAME, or give recordings of speech.",
+                f"{self.name}: none of the {silent} transcripts has words, so there is no error rate. Name their "
+                "column with --columns text=NAME, or give recordings of speech.",
                 Exit.UNAVAILABLE,
             )
         return replace(made, notes=(*made.notes, f"without words: {silent}")) if silent else made
@@ -190,9 +192,9 @@ class Transcription(Task):
             return seq2seq_speech.texts(outputs, tokenizer)
         if outputs.logits.shape[-1] > len(tokenizer) or tokenizer.pad_token_id != config.pad_token_id:
             raise ApproxError(
-                f"its {outputs.logits.shape[-1]} outputs with the blank {config.pad_token_id} do not match the {len(tokenizer)} "
-                f"characters of the tokenizer with the blank {tokenizer.pad_token_id}. Put the model's own tokenizer into its "
-                "folder.",
+                f"its {outputs.logits.shape[-1]} outputs with the blank {config.pad_token_id} do not match the "
+                f"{len(tokenizer)} characters of the tokenizer with the blank {tokenizer.pad_token_id}. Put the "
+                "model's own tokenizer into its folder.",
                 Exit.UNAVAILABLE,
             )
         texts = []
@@ -239,14 +241,15 @@ def _reader(processor: Any) -> _Reader:
     extractor, tokenizer = (getattr(processor, part, None) for part in ("feature_extractor", "tokenizer"))
     if tokenizer is None or extractor is None or not hasattr(extractor, "return_attention_mask"):
         raise ApproxError(
-            f"The checkpoint has a {type(processor).__name__} instead of a speech processor: transcribing needs a feature extractor "
-            "(preprocessor_config.json) and a tokenizer (vocab.json, tokenizer_config.json) beside the weights.",
+            f"The checkpoint has a {type(processor).__name__} instead of a speech processor: transcribing needs a "
+            "feature extractor (preprocessor_config.json) and a tokenizer (vocab.json, tokenizer_config.json) next to "
+            "the weights.",
             Exit.UNAVAILABLE,
         )
     if extractor.sampling_rate != RATE:
         raise ApproxError(
-            f"The checkpoint takes {extractor.sampling_rate:,} samples per second; only {RATE:,} is supported. Use a checkpoint for "
-            "that rate.",
+            f"The checkpoint takes {extractor.sampling_rate:,} samples per second; only {RATE:,} is supported. Use a "
+            "checkpoint for that rate.",
             Exit.UNSUPPORTED,
         )
     hearing = (getattr(extractor, "do_normalize", None), extractor.padding_value, extractor.return_attention_mask)

@@ -1,4 +1,4 @@
-"""Write a folder that must load for ever: python tests/checkpoints/golden.py NAME, before a change of the code that travels."""
+"""Write a folder that every later version must load: python tests/checkpoints/golden.py NAME."""
 
 import os
 import sys

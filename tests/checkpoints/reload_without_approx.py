@@ -1,7 +1,7 @@
 """Run as a separate process: load converted folders without approx, its kernels or triton.
 
-Usage: python -P reload_without_approx.py FOLDER, with one folder per model under FOLDER, and `<name>.inputs` beside it.
-The results are written to FOLDER/results.safetensors and FOLDER/results.json.
+Usage: python -P reload_without_approx.py FOLDER, with one folder per model under FOLDER, and `<name>.inputs` next to
+it. The results are written to FOLDER/results.safetensors and FOLDER/results.json.
 """
 
 import json
@@ -14,10 +14,10 @@ class Absent:
 
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in ("approx", "approx_kernels", "triton"):
-            raise ModuleNotFoundError(f"{name} is kept out of this process", name=name)
+            raise ModuleNotFoundError(f"{name} is blocked in this process", name=name)
 
 
-sys.meta_path.insert(0, Absent())  # type: ignore[arg-type]  # the one method that importers are asked for
+sys.meta_path.insert(0, Absent())  # type: ignore[arg-type]  # the one method that imports call
 
 import torch  # noqa: E402  # after the importer above
 import transformers  # noqa: E402

@@ -37,7 +37,7 @@ def base(tmp_path_factory):
 
 @pytest.fixture
 def both(base, tmp_path):
-    """A checkpoint with an adapter beside its weights."""
+    """A checkpoint with an adapter next to its weights."""
     folder = Path(shutil.copytree(base, tmp_path / "both"))
     trained(tiny("LlamaForCausalLM")).save_pretrained(str(folder))
     return folder
@@ -72,7 +72,7 @@ def logits(model):
     ],
     ids=["load", "inspect", "plan", "evaluate", "bench", "generate", "search", "finetune", "convert"],
 )
-def test_refuses_an_adapter_beside_the_weights_everywhere(both, opened, installed, monkeypatch):
+def test_every_command_refuses_an_adapter_next_to_the_weights(both, opened, installed, monkeypatch):
     if not installed:
         monkeypatch.setattr("transformers.integrations.peft.is_peft_available", lambda: False)
     error = error_of(lambda: opened(both))

@@ -59,7 +59,7 @@ def test_an_existing_folder_is_refused_and_replaced_by_force_only(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
 
 
-def test_who_was_faster_is_not_overwritten(tmp_path):
+def test_does_not_overwrite_a_concurrent_output(tmp_path):
     def slower():
         with atomic_folder(tmp_path / "out") as folder:
             (folder / "config.json").write_text("slower")
@@ -95,7 +95,7 @@ def test_force_replaces_checkpoints_and_nothing_else(tmp_path, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} == {"home"}
 
 
-def test_the_current_folder_is_not_pulled_from_under_the_user(tmp_path, monkeypatch):
+def test_refuses_to_replace_the_current_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for out in (Path("."), tmp_path, tmp_path.parent):
         with pytest.raises(ApproxError, match="current folder") as caught:
@@ -121,7 +121,7 @@ class Failing:
 
 @pytest.mark.parametrize("force", [False, True])
 @pytest.mark.parametrize("name", ["replace", "fsync"])
-def test_whichever_call_fails_nothing_is_half_written(name, force, tmp_path, monkeypatch):
+def test_any_failing_call_leaves_a_whole_folder(name, force, tmp_path, monkeypatch):
     out, function, call = tmp_path / "out", getattr(os, name), 0
     if force:
         write(out, "old")
@@ -157,7 +157,7 @@ def test_an_interruption_leaves_the_old_folder(tmp_path):
 
 
 @pytest.mark.parametrize("by", ["python", "safetensors"])
-def test_a_full_disk_is_told_in_one_line(by, tmp_path):
+def test_full_disk_ends_in_one_line(by, tmp_path):
     write(tmp_path / "out", "old")
     before = contents(tmp_path)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -203,7 +203,7 @@ with folder.atomic_folder(Path(sys.argv[1]), force=True) as place:
     ],
     ids=["while writing", "while replacing"],
 )
-def test_what_a_killed_run_left_is_tidied_up_and_the_original_is_there(before, inside, tmp_path):
+def test_removes_leftovers_of_a_killed_run_and_restores_the_original(before, inside, tmp_path):
     write(tmp_path / "out", "old")
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     child = subprocess.run(
@@ -332,7 +332,7 @@ def test_keeps_a_folder_whose_claim_is_about_another(tmp_path):
         "\0\xff",
     ],
 )
-def test_a_damaged_claim_claims_nothing(text, tmp_path):
+def test_ignores_damaged_claim(text, tmp_path):
     place = tmp_path / "out.training"
     place.mkdir()
     (place / CLAIM).write_text(text)
@@ -348,7 +348,7 @@ def test_claims_a_folder_again_after_a_kill_in_the_middle_of_its_claim(tmp_path)
     (tmp_path / CLAIM).touch()
     claim(tmp_path, "training", "a training")
     assert claimed(tmp_path) is not None
-    # With anything else beside the empty claim it is the user's.
+    # With anything else next to the empty claim, the folder is the user's.
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / CLAIM).touch()
     (tmp_path / "mine" / "notes.txt").touch()
@@ -357,7 +357,7 @@ def test_claims_a_folder_again_after_a_kill_in_the_middle_of_its_claim(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["", '{"approx": true, "kind": "training", "folder": "out.training"}'])
-def test_a_link_is_no_claim_and_nothing_is_written_through_it(content, tmp_path):
+def test_ignores_linked_claim_and_writes_nothing_through_it(content, tmp_path):
     place, outside = tmp_path / "out.training", tmp_path / "mine"
     place.mkdir()
     outside.write_text(content)
@@ -373,21 +373,21 @@ def test_a_link_is_no_claim_and_nothing_is_written_through_it(content, tmp_path)
 def test_removes_only_what_is_claimed_for_the_purpose(tmp_path):
     claim(tmp_path / "mine", "training", "a training")
     (tmp_path / "mine" / "deep").mkdir()
-    (tmp_path / "kept").mkdir()
-    (tmp_path / "kept" / "letter").write_text("dear")
-    (tmp_path / "mine" / "link").symlink_to(tmp_path / "kept")
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "letter").write_text("dear")
+    (tmp_path / "mine" / "link").symlink_to(tmp_path / "target")
     for kind in ("search", "run", "failed"):
         remove(tmp_path / "mine", kind)
         with pytest.raises(ApproxError, match="no claim"):
             claim(tmp_path / "mine", kind, f"a {kind}")
     assert (tmp_path / "mine" / "deep").is_dir()
     remove(tmp_path / "mine", "training")
-    remove(tmp_path / "kept", "training")
-    assert contents(tmp_path) == {"kept/letter": b"dear"}
-    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+    remove(tmp_path / "target", "training")
+    assert contents(tmp_path) == {"target/letter": b"dear"}
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
-def test_force_keeps_what_a_user_put_into_an_output(tmp_path):
+def test_force_refuses_an_output_with_files_of_the_user(tmp_path):
     write(tmp_path / "out")
     for name in ("notes.txt", ".git/HEAD", "runs/1/events"):
         (tmp_path / "out" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -408,8 +408,8 @@ def test_an_output_without_a_manifest_is_replaced_by_its_claim(tmp_path):
         with atomic_folder(tmp_path / "out", force=True, sealed=False) as folder:
             (folder / "config.json").write_text(text)
     assert (tmp_path / "out" / "config.json").read_text() == "new"
-    (tmp_path / "out" / "own").touch()
-    with pytest.raises(ApproxError, match="also holds own"):
+    (tmp_path / "out" / "added").touch()
+    with pytest.raises(ApproxError, match="also holds added"):
         refuse_existing(tmp_path / "out", force=True)
 
 

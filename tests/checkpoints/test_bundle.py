@@ -76,8 +76,8 @@ def test_every_family_reloads_to_the_last_bit_where_approx_cannot_be_imported(ke
         assert "approx_seam" not in fact["untrusted"]
         assert "trust_remote_code" in fact["untrusted"], fact["untrusted"]
         # The model is in 16 bits, but the mechanisms' tensors are not.
-        kept = {name: str(tensor.dtype) for name, tensor in model.state_dict().items() if ".mechanism." in name}
-        assert {name: fact["dtypes"][name] for name in kept} == kept
+        stored = {name: str(tensor.dtype) for name, tensor in model.state_dict().items() if ".mechanism." in name}
+        assert {name: fact["dtypes"][name] for name in stored} == stored
         assert "torch.bfloat16" in fact["dtypes"].values()
         # A folder saved again by stock transformers also loads here.
         again = checkpoint.load(tmp_path / "again" / architecture)
@@ -124,7 +124,7 @@ print("done", type(model).__name__)
 
 
 @pytest.mark.slow
-def test_importing_approx_is_all_it_takes(tmp_path):
+def test_importing_approx_registers_the_families(tmp_path):
     model = tiny_model(2)
     surgery.convert(model, Plan.of("improved-clustered", clusters=4))
     model.save_pretrained(tmp_path / "model")
@@ -186,8 +186,8 @@ def test_missing_tensors_of_a_mechanism_are_refused(tmp_path):
     surgery.convert(model, Plan.of("clustered", clusters=4))
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    kept = {name: tensor for name, tensor in tensors.items() if "1.attention.self.mechanism" not in name}
-    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    rest = {name: tensor for name, tensor in tensors.items() if "1.attention.self.mechanism" not in name}
+    save_file(rest, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ApproxError, match="2 tensors of its attention mechanisms") as caught:
         transformers.AutoModel.from_pretrained(tmp_path)
     assert caught.value.exit_code == Exit.UNAVAILABLE
@@ -215,7 +215,7 @@ def test_only_the_main_process_writes(tmp_path):
     assert not (tmp_path / MANIFEST).exists()
 
 
-def test_only_the_code_that_is_needed_travels(tmp_path):
+def test_copies_only_needed_code(tmp_path):
     model = tiny("BertModel")
     surgery.convert(model, Plan.of("local"), bundle_kernels=True)
     model.save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""Names that do not exist, and files changed at random, raise our own error at once."""
+"""Names that do not exist, and files changed at random, raise ApproxError at once."""
 
 import contextlib
 import json
@@ -32,7 +32,7 @@ def good(tmp_path_factory):
     return folder
 
 
-def test_a_model_of_the_hub_that_is_not_here_is_told_at_once(tmp_path):
+def test_names_a_hub_model_that_is_not_cached(tmp_path):
     start = time.monotonic()
     with pytest.raises(ApproxError, match=r"connect to the network|--offline") as caught:
         convert.convert("nobody/no-such-model", tmp_path / "out", PLAN)
@@ -46,19 +46,19 @@ def test_a_model_of_the_hub_that_is_not_here_is_told_at_once(tmp_path):
 @pytest.mark.parametrize(
     "name", ["no/such/folder", "./nowhere", "~/nowhere-at-all", "what a name", "a//b", "x" * 300, ""]
 )
-def test_a_name_that_leads_nowhere(name):
+def test_rejects_missing_folder(name):
     with pytest.raises(ApproxError) as caught:
         checkpoint.locate(name)
     assert caught.value.exit_code == Exit.UNAVAILABLE
 
 
-def test_a_file_instead_of_a_folder(good):
+def test_rejects_file_instead_of_folder(good):
     with pytest.raises(ApproxError, match="is a file; give the folder") as caught:
         checkpoint.locate(good / "model.safetensors")
     assert caught.value.exit_code == Exit.UNAVAILABLE
 
 
-def test_a_checkpoint_without_its_tokenizer_is_not_read_by_one_that_knows_no_word(good):
+def test_rejects_tokenizer_without_vocabulary(good):
     with pytest.raises(ApproxError, match=r"vocabulary is missing.*Copy its files") as caught:
         checkpoint.processor(checkpoint.locate(good))
     assert caught.value.exit_code == Exit.UNAVAILABLE
@@ -67,16 +67,16 @@ def test_a_checkpoint_without_its_tokenizer_is_not_read_by_one_that_knows_no_wor
 sizes = st.sampled_from([-1, 0, 1, 2, 3, 31, 33, 1000, 0.5, "32", None, [], {}, True, 10**30])
 
 
-def test_code_of_a_checkpoint_does_not_run_and_nobody_is_asked(tmp_path, monkeypatch):
+def test_never_runs_custom_code_and_never_prompts(tmp_path, monkeypatch):
     folder, marker = tiny_checkpoint(tmp_path / "model"), tmp_path / "ran"
     (folder / "own.py").write_text(
         f"from transformers import BertTokenizer\nopen({str(marker)!r}, 'w').close()\nclass Own(BertTokenizer): pass\n"
     )
     config = folder / "tokenizer_config.json"
-    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
-    config.write_text(json.dumps(json.loads(config.read_text()) | own))
-    monkeypatch.setattr("builtins.input", lambda *words: pytest.fail("someone was asked"))
-    # The family's own tokenizer reads the same files.
+    custom = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    config.write_text(json.dumps(json.loads(config.read_text()) | custom))
+    monkeypatch.setattr("builtins.input", lambda *words: pytest.fail("it prompted"))
+    # The tokenizer of the family reads the same files.
     assert type(checkpoint.processor(checkpoint.locate(folder))).__name__ != "Own"
     assert not marker.exists()
     # The code would run if it were trusted.
@@ -88,7 +88,7 @@ def test_code_of_a_checkpoint_does_not_run_and_nobody_is_asked(tmp_path, monkeyp
 @pytest.mark.slow
 @settings(max_examples=150)
 @given(data=st.data())
-def test_whatever_a_config_says_only_an_approx_error_comes_out(good, tmp_path_factory, data):
+def test_any_config_raises_only_approx_errors(good, tmp_path_factory, data):
     folder = Path(shutil.copytree(good, tmp_path_factory.mktemp("fuzz") / "model"))
     config = json.loads((folder / "config.json").read_text())
     for key in data.draw(st.sets(st.sampled_from(sorted(config)), min_size=1, max_size=3)):
@@ -99,7 +99,7 @@ def test_whatever_a_config_says_only_an_approx_error_comes_out(good, tmp_path_fa
 
 @settings(max_examples=150)
 @given(data=st.data())
-def test_whatever_the_weights_hold_only_an_approx_error_comes_out(good, tmp_path_factory, data):
+def test_any_weights_raise_only_approx_errors(good, tmp_path_factory, data):
     folder = Path(shutil.copytree(good, tmp_path_factory.mktemp("fuzz") / "model"))
     path = folder / "model.safetensors"
     content = bytearray(path.read_bytes())
@@ -122,11 +122,11 @@ def survives(folder):
 
 
 @pytest.mark.parametrize("numbers", [[1.0, math.nan], [math.inf, 1.0], [math.inf, -math.inf]])
-def test_a_number_that_is_not_finite_is_found(numbers):
+def test_finds_non_finite_weights(numbers):
     tensors = [("ids", torch.tensor([1, 2])), ("weight", torch.tensor(numbers))]
     with pytest.raises(ApproxError, match="NaN or infinite numbers in weight"):
         checkpoint.refuse_non_finite(tensors, "it")
 
 
-def test_a_sum_that_overflows_is_no_mistake_of_a_checkpoint():
+def test_accepts_weights_whose_sum_overflows():
     checkpoint.refuse_non_finite([("weight", torch.tensor([3e38, 3e38]))], "it")

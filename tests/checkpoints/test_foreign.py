@@ -41,7 +41,7 @@ def mapped(folder: Path, where: str) -> None:
 
 
 def copied(folder: Path, place: Path, code: str) -> None:
-    """The folder's own code with a line more, elsewhere."""
+    """The code of the folder with another line, elsewhere."""
     place.mkdir(exist_ok=True)
     for path in folder.glob("*.py"):
         (place / path.name).write_text(code + path.read_text("utf-8"), encoding="utf-8")
@@ -62,7 +62,7 @@ def in_an_absolute_folder(folder: Path, code: str) -> None:
     mapped(folder, f"{folder.parent / 'elsewhere'}--modeling_approx_bert.")
 
 
-def in_a_file_beside(folder: Path, code: str) -> None:
+def in_a_neighbour_file(folder: Path, code: str) -> None:
     (folder / "more.py").write_text(code + next(folder.glob("modeling_*.py")).read_text("utf-8"), encoding="utf-8")
     mapped(folder, "more.")
 
@@ -124,10 +124,22 @@ def without_a_map(folder: Path, code: str) -> None:
 
 
 PLACES = [
-    edited, in_a_subfolder, in_an_absolute_folder, in_a_file_beside, under_a_name_that_looks_alike, behind_a_link,
-    as_generation, as_tokenizer, as_processor, as_pipeline, as_module, as_activation,
-    as_another_kind_of_file, with_other_line_ends, without_a_map,
-]  # fmt: skip
+    edited,
+    in_a_subfolder,
+    in_an_absolute_folder,
+    in_a_neighbour_file,
+    under_a_name_that_looks_alike,
+    behind_a_link,
+    as_generation,
+    as_tokenizer,
+    as_processor,
+    as_pipeline,
+    as_module,
+    as_activation,
+    as_another_kind_of_file,
+    with_other_line_ends,
+    without_a_map,
+]
 # Changes that an earlier version could have written; they do not run either.
 COULD_BE_OLDER = (edited, with_other_line_ends, without_a_map)
 
@@ -137,7 +149,7 @@ def test_finds_code_wherever_it_hides_and_runs_none(folder, tmp_path, monkeypatc
     hide(folder, CANARY.format(str(tmp_path / "ran")))
     # Whoever writes the folder writes its manifest too.
     seal(folder)
-    # The numbers of the folder have their own tests.
+    # Other tests check the numbers of the folder.
     monkeypatch.setattr(verify, "_model_checks", lambda *arguments, **more: [])
     found = verify.verify(folder)
     code = next(check for check in found["checks"] if check["name"] == "code is what this version writes")
@@ -158,7 +170,7 @@ def test_finds_code_wherever_it_hides_and_runs_none(folder, tmp_path, monkeypatc
     assert not (tmp_path / "ran").exists()
 
 
-def test_the_same_code_is_equal_whatever_else_lies_in_the_folder(folder):
+def test_compares_only_code(folder):
     (folder / "notes.txt").write_text("mine")
     (folder / "records").mkdir()
     (folder / "records" / "record.json").write_text("{}")
@@ -169,11 +181,21 @@ def test_the_same_code_is_equal_whatever_else_lies_in_the_folder(folder):
 @pytest.mark.parametrize(
     ("name", "code"),
     [
-        ("a.py", True), ("A.PY", True), ("a.py ", True), ("a.py.", True), ("a.so", True), ("a.so.1.2", True), ("a.pyc", True),
-        ("a.p\uff59", True), ("a.json", False), ("py", False), ("a.pytorch", False), ("a.py.metadata", False),
+        ("a.py", True),
+        ("A.PY", True),
+        ("a.py ", True),
+        ("a.py.", True),
+        ("a.so", True),
+        ("a.so.1.2", True),
+        ("a.pyc", True),
+        ("a.p\uff59", True),
+        ("a.json", False),
+        ("py", False),
+        ("a.pytorch", False),
+        ("a.py.metadata", False),
     ],
-)  # fmt: skip
-def test_code_is_known_by_the_end_of_its_name(name, code):
+)
+def test_recognises_code_by_its_suffix(name, code):
     assert foreign.is_code(name) is code
 
 

@@ -112,7 +112,7 @@ def test_a_model_is_downloaded_once_and_pinned_to_its_commit(repository, serve):
     ],
     ids=["unknown", "gated", "revision", "server at fault", "file missing"],
 )
-def test_what_the_hub_refuses_is_told(failing, words, repository, serve):
+def test_reports_refusals_of_the_hub(failing, words, repository, serve):
     serve(repository, failing)
     with pytest.raises(ApproxError) as caught:
         checkpoint.load("acme/tiny", revision="v9")
@@ -121,7 +121,7 @@ def test_what_the_hub_refuses_is_told(failing, words, repository, serve):
         assert word in str(caught.value)
 
 
-def test_a_network_that_says_nothing_is_told_soon(endpoint):
+def test_silent_network_times_out_soon(endpoint):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint(f"http://127.0.0.1:{silent.getsockname()[1]}")
         start = time.monotonic()

@@ -86,7 +86,7 @@ def test_weights_in_several_files_are_hashed_to_the_last(bad):
 
 
 def shards(folder, model):
-    """Write a model as an index and several files, beside what is there."""
+    """Write a model as an index and several files, next to the existing ones."""
     model.save_pretrained(folder / "apart", max_shard_size="16KB")
     for path in (folder / "apart").glob("*.safetensors*"):
         path.replace(folder / path.name)
@@ -115,7 +115,7 @@ def named(folder, model):
     edit_config(folder, transformers_weights="other.safetensors")
 
 
-# What transformers prefers, and what lies beside it.
+# What transformers prefers, and other weights in the folder.
 LAYOUTS = {
     "a whole file over shards": (whole, shards),
     "a whole file over a pickle": (whole, pickled),
@@ -129,8 +129,8 @@ LAYOUTS = {
 def test_hashes_the_weights_that_transformers_loads(bad, layout):
     one, other, third = (tiny("BertForSequenceClassification", seed) for seed in (1, 2, 3))
     (bad / "model.safetensors").unlink()
-    loaded, beside = LAYOUTS[layout]
-    beside(bad, other)
+    loaded, write_others = LAYOUTS[layout]
+    write_others(bad, other)
     loaded(bad, one)
     opened = checkpoint.load(bad, allow_pickle=True)
     stock = transformers.BertForSequenceClassification.from_pretrained(bad)
@@ -138,7 +138,7 @@ def test_hashes_the_weights_that_transformers_loads(bad, layout):
         assert torch.equal(opened.model.state_dict()[name], tensor), name
         assert torch.equal(stock.state_dict()[name], tensor), name
     # The hash follows what is loaded, and nothing else.
-    beside(bad, third)
+    write_others(bad, third)
     assert checkpoint.load(bad, allow_pickle=True).weights_sha256 == opened.weights_sha256
     loaded(bad, third)
     assert checkpoint.load(bad, allow_pickle=True).weights_sha256 != opened.weights_sha256
@@ -149,7 +149,7 @@ def test_hashes_the_weights_that_transformers_loads(bad, layout):
         assert all(torch.equal(written[name], tensor) for name, tensor in third.state_dict().items())
 
 
-def test_converts_a_whole_file_beside_an_index_whose_files_are_gone(bad):
+def test_converts_a_single_file_next_to_a_stale_index(bad):
     shards(bad, tiny("BertForSequenceClassification", 5))
     for path in bad.glob("model-*.safetensors"):
         path.unlink()
@@ -177,42 +177,42 @@ def test_rejects_weights_that_the_config_names_wrongly(bad, value, code):
     refused(bad, code, str(bad / "config.json"), str(value))
 
 
-def test_no_weights(bad):
+def test_rejects_missing_weights(bad):
     (bad / "model.safetensors").unlink()
     refused(bad, Exit.UNAVAILABLE, str(bad), "no weights", "model.safetensors")
 
 
-def test_no_config(bad):
+def test_rejects_missing_config(bad):
     (bad / "config.json").unlink()
     refused(bad, Exit.UNAVAILABLE, f"config.json is missing in {bad}")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", '"bert"', "\x00", "[" * 20000])
-def test_a_config_that_is_none(bad, text):
+def test_rejects_corrupt_config(bad, text):
     (bad / "config.json").write_text(text)
     refused(bad, Exit.UNAVAILABLE, str(bad / "config.json"), "Download it again")
 
 
 @pytest.mark.parametrize("change", [{"num_hidden_layers": 10**6}, {"num_hidden_layers": 10**30}, {"num_labels": 10**9}])
-def test_a_config_that_would_keep_the_machine_busy_for_hours(bad, change):
+def test_rejects_config_with_absurd_sizes(bad, change):
     edit_config(bad, **change)
     refused(bad, Exit.UNAVAILABLE, str(bad / "config.json"), *change, "is implausible")
 
 
 @pytest.mark.parametrize("value", ["remove", None, 3, ["bert"]])
-def test_a_config_without_a_family(bad, value):
+def test_rejects_config_without_model_type(bad, value):
     edit_config(bad, model_type=value)
     refused(bad, Exit.UNAVAILABLE, str(bad / "config.json"), "model_type")
 
 
 @pytest.mark.parametrize("value", ["berd", "approx_berd", "approx_"])
-def test_an_unknown_family(bad, value):
+def test_rejects_unknown_family(bad, value):
     edit_config(bad, model_type=value)
     refused(bad, Exit.UNSUPPORTED, value, "Supported families: bert, roberta")
 
 
 @pytest.mark.parametrize("architecture", ["WavLMModel", "MPNetModel", "DebertaV2Model"])
-def test_a_family_that_does_not_dispatch(tmp_path, architecture):
+def test_rejects_family_without_dispatch(tmp_path, architecture):
     small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
     config = getattr(transformers, architecture.replace("Model", "Config"))(**small)
     (tmp_path / "model").mkdir()
@@ -220,7 +220,7 @@ def test_a_family_that_does_not_dispatch(tmp_path, architecture):
     refused(tmp_path / "model", Exit.UNSUPPORTED, architecture, "dispatch", "BERT")
 
 
-def test_truncated_weights(bad):
+def test_rejects_truncated_weights(bad):
     path = bad / "model.safetensors"
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     refused(bad, Exit.UNAVAILABLE, str(path), f"{path.stat().st_size:,} bytes", "Download it again")
@@ -230,13 +230,13 @@ def test_truncated_weights(bad):
     "content",
     [b"", b"\x00", b"\xff" * 8, struct.pack("<Q", 10**9) + b"{}", struct.pack("<Q", 2) + b"{}", b"garbage " * 99],
 )
-def test_weights_whose_header_lies(bad, content):
+def test_rejects_weights_with_wrong_header(bad, content):
     (bad / "model.safetensors").write_bytes(content)
     refused(bad, Exit.UNAVAILABLE, str(bad / "model.safetensors"), "Download it again")
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "model.safetensors.index.json"])
-def test_a_pointer_of_git_lfs(bad, name):
+def test_rejects_git_lfs_pointer(bad, name):
     if name.endswith(".index.json"):
         # Beside a whole file the index is not read.
         (bad / "model.safetensors").unlink()
@@ -247,68 +247,68 @@ def test_a_pointer_of_git_lfs(bad, name):
 @pytest.mark.parametrize(
     "text", ["{}", "[]", '{"weight_map": {}}', '{"weight_map": {"a": 3}}', '{"weight_map": [1]}', "{"]
 )
-def test_an_index_that_is_none(bad, text):
+def test_rejects_corrupt_index(bad, text):
     (bad / "model.safetensors").unlink()
     (bad / "model.safetensors.index.json").write_text(text)
     refused(bad, Exit.UNAVAILABLE, "model.safetensors.index.json", "Download it again")
 
 
-def test_a_shard_that_is_missing(bad):
+def test_rejects_missing_shard(bad):
     (bad / "model.safetensors").unlink()
     (bad / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00002-of-00002.safetensors"}}')
     refused(bad, Exit.UNAVAILABLE, "model-00002-of-00002.safetensors is missing")
 
 
-def test_half_the_layers_missing(bad):
+def test_rejects_missing_layers(bad):
     edit_weights(bad, lambda tensors: {name: t for name, t in tensors.items() if ".layer.2." not in name})
     refused(bad, Exit.UNAVAILABLE, str(bad), "bert.encoder.layer.2", "at random")
 
 
-def test_more_layers_than_the_config_has_place_for_are_told(bad):
+def test_notes_weights_beyond_the_layers_of_the_config(bad):
     edit_config(bad, num_hidden_layers=2)
     (note,) = checkpoint.load(bad).notes
     assert "bert.encoder.layer.2" in note
 
 
-def test_a_missing_head_is_told(bad):
+def test_notes_missing_head(bad):
     edit_weights(bad, lambda tensors: {name: t for name, t in tensors.items() if "classifier" not in name})
     (note,) = checkpoint.load(bad).notes
     assert "classifier.weight" in note
     assert "newly initialised" in note
 
 
-def test_weights_of_another_family(bad):
+def test_rejects_weights_of_another_family(bad):
     tiny("RobertaForSequenceClassification").save_pretrained(bad.parent / "roberta")
     shutil.copy(bad.parent / "roberta" / "model.safetensors", bad)
     refused(bad, Exit.UNAVAILABLE, "BertForSequenceClassification", "another family")
 
 
-def test_a_config_that_contradicts_itself(bad):
+def test_rejects_contradictory_config(bad):
     edit_config(bad, architectures=["RobertaForSequenceClassification"])
     refused(bad, Exit.UNAVAILABLE, "'bert'", "RobertaForSequenceClassification", "different families")
 
 
 @pytest.mark.parametrize("name", ["MyBertModel", "BertConfig", "AutoModel", "__name__"])
-def test_an_architecture_that_transformers_lacks(bad, name):
+def test_rejects_unknown_architecture(bad, name):
     edit_config(bad, architectures=[name])
     refused(bad, Exit.UNSUPPORTED, name)
 
 
 @pytest.mark.parametrize("value", ["remove", [], None])
-def test_no_architecture_means_the_backbone(bad, value):
+def test_opens_backbone_without_architecture(bad, value):
     edit_config(bad, architectures=value)
     assert type(checkpoint.load(bad).model) is transformers.BertModel
 
 
 @pytest.mark.parametrize("value", ["BertModel", {"0": "BertModel"}, 3])
-def test_architectures_that_are_no_list(bad, value):
+def test_rejects_architectures_that_are_not_a_list(bad, value):
     # Some versions of transformers ignore them, others reject the config.
     edit_config(bad, architectures=value)
     error = error_of(lambda: checkpoint.load(bad))
     assert error is None or error.exit_code == Exit.UNAVAILABLE
 
 
-def test_a_shape_that_does_not_fit(bad):
+def test_rejects_wrong_shape(bad):
     edit_config(bad, intermediate_size=64)
     refused(
         bad, Exit.UNAVAILABLE, str(bad), "bert.encoder.layer.0.intermediate.dense.bias is (48,), not (64,)", "6 more"
@@ -316,7 +316,7 @@ def test_a_shape_that_does_not_fit(bad):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_numbers_that_are_none(bad, value):
+def test_rejects_non_finite_numbers(bad, value):
     def poison(tensors):
         tensors["bert.embeddings.word_embeddings.weight"][7, 3] = value
 
@@ -324,8 +324,8 @@ def test_numbers_that_are_none(bad, value):
     assert "more" not in refused(bad, Exit.UNAVAILABLE, "NaN or infinite", "bert.embeddings.word_embeddings.weight.")
 
 
-@pytest.mark.parametrize(("broken", "told"), [(3, ""), (4, " and 1 more")])
-def test_many_broken_tensors_are_named_in_part_and_counted(bad, broken, told):
+@pytest.mark.parametrize(("broken", "suffix"), [(3, ""), (4, " and 1 more")])
+def test_many_broken_tensors_are_named_in_part_and_counted(bad, broken, suffix):
     names = sorted(name for name in load_file(bad / "model.safetensors") if ".layer." in name)[:broken]
 
     def poison(tensors):
@@ -337,13 +337,13 @@ def test_many_broken_tensors_are_named_in_part_and_counted(bad, broken, told):
         (lambda tensors: {name: t for name, t in tensors.items() if name not in names}, "Its weights are"),
     ):
         edit_weights(bad, change)
-        text = refused(bad, Exit.UNAVAILABLE, f"{told}. {after}")
+        text = refused(bad, Exit.UNAVAILABLE, f"{suffix}. {after}")
         assert sum(name in text for name in names) == 3
-        assert ("more" in text) is bool(told)
+        assert ("more" in text) is bool(suffix)
 
 
 @pytest.mark.parametrize("value", ["relative_key", "relative_key_query"])
-def test_relative_positions(bad, value):
+def test_rejects_relative_positions(bad, value):
     edit_config(bad, position_embedding_type=value)
     refused(bad, Exit.UNSUPPORTED, str(bad / "config.json"), value)
 
@@ -353,7 +353,7 @@ def to_pickle(folder):
     (folder / "model.safetensors").unlink()
 
 
-def test_pickles_are_refused_unless_asked_for_and_leave_as_safetensors(bad):
+def test_refuses_pickles_by_default_and_writes_safetensors(bad):
     to_pickle(bad)
     refused(bad, Exit.REFUSED, "pytorch_model.bin", "--allow-pickle")
     convert.convert(bad, bad.parent / "out", PLAN, allow_pickle=True)
@@ -377,7 +377,7 @@ class Payload:
 
 
 @pytest.mark.parametrize("form", ["zip", "bare"])
-def test_a_malicious_pickle_does_not_run(bad, form):
+def test_never_runs_malicious_pickle(bad, form):
     trace, path = bad.parent / "trace", bad / "pytorch_model.bin"
     to_pickle(bad)
     if form == "zip":
@@ -391,7 +391,7 @@ def test_a_malicious_pickle_does_not_run(bad, form):
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", POINTER])
-def test_a_pickle_that_is_none(bad, content):
+def test_rejects_corrupt_pickle(bad, content):
     to_pickle(bad)
     (bad / "pytorch_model.bin").write_bytes(content)
     refused(bad, Exit.UNAVAILABLE, str(bad), allow_pickle=True)

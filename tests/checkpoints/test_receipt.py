@@ -10,8 +10,13 @@ from approx.errors import ApproxError, Exit
 CHECKS = [Check("padding", True, "0.0", [8]), Check("causality", None, "no layer is causal")]
 WHOLE = Receipt(
     swapped=[Swapped(path="layer.0", layer=0, mechanism="local", settings={"left": 2})],
-    left=[1], cross_attention=0, added=["layer.0.mechanism.x"], positions=(32, 64), errors={0: 0.25}, checks=CHECKS,
-)  # fmt: skip
+    left=[1],
+    cross_attention=0,
+    added=["layer.0.mechanism.x"],
+    positions=(32, 64),
+    errors={0: 0.25},
+    checks=CHECKS,
+)
 
 
 def test_a_receipt_comes_back_as_it_was(tmp_path):
@@ -44,9 +49,12 @@ def test_verified_means_checked_and_nothing_failed(checks, verified):
 
 def test_a_history_is_a_list_of_steps():
     step = Conversion(
-        action="convert", approx="0.1.0", base=Base(name="base", revision=None, weights_sha256="ab"),
-        plan=[{"layers": "all", "mechanism": "local"}], calibration_length=256,
-    )  # fmt: skip
+        action="convert",
+        approx="0.1.0",
+        base=Base(name="base", revision=None, weights_sha256="ab"),
+        plan=[{"layers": "all", "mechanism": "local"}],
+        calibration_length=256,
+    )
     assert history({"history": [json.loads(json.dumps(step.model_dump()))]}) == [step]
     assert history({}) == []
 
@@ -59,7 +67,7 @@ def test_a_history_is_a_list_of_steps():
         ({"history": 3}, "is damaged"),
     ],
 )
-def test_a_history_that_is_none_is_refused(record, message):
+def test_rejects_corrupt_history(record, message):
     with pytest.raises(ApproxError, match=message) as caught:
         history(record)
     assert caught.value.exit_code == Exit.UNAVAILABLE

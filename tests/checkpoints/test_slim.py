@@ -1,4 +1,4 @@
-"""The code in a converted folder is a few whole files of this package that compute the same as the package in plain PyTorch."""
+"""A converted folder has a few whole files of this package, which compute what the package does in plain PyTorch."""
 
 import ast
 import os
@@ -80,7 +80,7 @@ def test_code_of_one_mechanism_is_fourteen_files_at_most(name, written):
 
 
 def test_second_mechanism_adds_few_files(written):
-    # Its own file, that of its op, and one that the op needs.
+    # The file of the mechanism, that of its op, and one that the op needs.
     assert len(written["pair"]) <= MOST_FILES + 3
     assert sum(len(path.read_text("utf-8").splitlines()) for path in written["pair"]) <= MOST_LINES
 
@@ -113,13 +113,15 @@ def test_plain_ops_take_the_arguments_of_the_ops_that_choose():
         plain = import_module(bundle._plain(api.__name__))
         for node in ast.parse(path.read_text("utf-8")).body:
             if isinstance(node, ast.FunctionDef) and hasattr(plain, node.name):
-                asked = {
+                arguments = {
                     name: each.default
                     for name, each in signature(getattr(api, node.name)).parameters.items()
                     if name != "impl"
                 }
-                able = {name: each.default for name, each in signature(getattr(plain, node.name)).parameters.items()}
-                assert asked.items() <= able.items(), node.name
+                accepted = {
+                    name: each.default for name, each in signature(getattr(plain, node.name)).parameters.items()
+                }
+                assert arguments.items() <= accepted.items(), node.name
 
 
 def test_code_passes_ruff(written):
@@ -269,7 +271,7 @@ GOLDEN = Path(__file__).parent / "golden-slim"
 
 
 @pytest.mark.parametrize(("name", "auto"), [("first", "AutoModel"), ("second", "AutoModelForSequenceClassification")])
-def test_folders_of_earlier_versions_load_and_give_what_they_gave(name, auto):
+def test_folders_of_earlier_versions_load_with_the_same_outputs(name, auto):
     # Whatever breaks these breaks the folders that people have; `golden.py` wrote them.
     stored = load_file(GOLDEN / f"{name}.safetensors")
     inputs = {name: stored[name] for name in ("input_ids", "attention_mask")}
@@ -284,7 +286,7 @@ def test_folder_of_an_earlier_version_is_verified_and_reverted_without_its_code(
     folder = shutil.copytree(GOLDEN / "second", tmp_path / "second")
     found = verify.verify(folder)
     checks = {check["name"]: check["passed"] for check in found["checks"]}
-    # The code differs from that of this version, and no version's own name is on anything else.
+    # The code differs from that of this version, and no other file has a name that approx uses.
     assert checks.pop("code is what this version writes") is None
     assert False not in checks.values(), found["checks"]
     convert.revert(folder, tmp_path / "base")

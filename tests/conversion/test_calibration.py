@@ -52,7 +52,7 @@ def test_each_layer_is_calibrated_on_what_reaches_it(name, settings, fitted, hea
     assert all(torch.equal(loaded[key], tensor) for key, tensor in state.items())
 
 
-def test_what_must_be_calibrated_and_is_not_leaves_the_model_as_it_was():
+def test_missing_calibration_leaves_the_model_unchanged():
     model, base = tiny("BertModel"), tiny("BertModel")
     plan = Plan.of("clustered", frozen=True)
     # The second is not an input of BERT.
@@ -114,7 +114,16 @@ def test_the_captured_mass_bounds_the_error():
 
 def test_mass_is_counted_for_the_heads_that_leave_keys_out():
     model = tiny("BertModel")
-    surgery.convert(model, Plan((Rule("linear", "0"), Rule("local", "1", {"left": 1, "right": 1}, heads="0"), Rule("local", "2", exact_below=99))))  # fmt: skip
+    surgery.convert(
+        model,
+        Plan(
+            (
+                Rule("linear", "0"),
+                Rule("local", "1", {"left": 1, "right": 1}, heads="0"),
+                Rule("local", "2", exact_below=99),
+            )
+        ),
+    )
     damage = layer_damage(model, example_inputs(model, 20))
     assert damage[0].captured_mass is None
     # A window of 3 of 20 keys, with nearly even weights.

@@ -34,11 +34,11 @@ def recording(path, samples, rate=16_000, kind="WAV"):
     return CalibrationFile.read(path, "input_values")
 
 
-def test_a_recording_is_heard_from_its_start_and_no_further_than_it_is_asked(heard, tmp_path):
+def test_reads_a_recording_from_its_start_up_to_the_length(heard, tmp_path):
     source, model = heard
     short, long = sound(0.9), np.concatenate([sound(0.9), sound(40.0, tone=220.0)])
-    batch, told = calibration_batch(source, model, 512, recording(tmp_path / "short.flac", short, kind="FLAC"))
-    assert told == "short.flac"
+    batch, description = calibration_batch(source, model, 512, recording(tmp_path / "short.flac", short, kind="FLAC"))
+    assert description == "short.flac"
     normal = (short - short.mean()) / short.std()
     assert torch.allclose(batch["input_values"][0], torch.from_numpy(normal), atol=1e-3)
     frames = model.base_model(**calibration_batch(source, model, 512, recording(tmp_path / "long.wav", long)).inputs)
@@ -53,7 +53,7 @@ def test_a_recording_of_another_rate_is_resampled(heard, tmp_path):
     assert torch.corrcoef(torch.cat([slow["input_values"], right["input_values"]]))[0, 1] > 0.9
 
 
-def test_what_a_model_cannot_hear_is_refused(heard, tmp_path):
+def test_refuses_unreadable_recordings(heard, tmp_path):
     source, model = heard
     (tmp_path / "words.txt").write_text("no sound at all", encoding="utf-8")
     with pytest.raises(
@@ -102,29 +102,29 @@ def test_positions_that_are_extended_count():
     assert calibration_length(model) == 200
 
 
-def test_text_fills_its_rows_and_says_what_it_is(tmp_path):
+def test_text_fills_its_rows_and_is_described(tmp_path):
     folder = tmp_path / "words"
     model = tiny_model(2, positions=2048)
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     source = checkpoint.locate(folder)
     (tmp_path / "own.txt").write_text("the film is not very good but fine " * 900, encoding="utf-8")
-    own = CalibrationFile.read(tmp_path / "own.txt", "input_ids")
+    file = CalibrationFile.read(tmp_path / "own.txt", "input_ids")
     for length, rows in ((256, 8), (512, 4), (2048, 1)):
-        inputs, told = calibration_batch(source, model, length, own)
+        inputs, description = calibration_batch(source, model, length, file)
         assert inputs["input_ids"].shape == (rows, length)
-        assert told == "own.txt"
+        assert description == "own.txt"
     # Its vocabulary has only 14 words, so the built-in text is unusable.
-    inputs, told = calibration_batch(source, model, 512)
-    assert (tuple(inputs["input_ids"].shape), told) == ((1, 512), "random tokens")
+    inputs, description = calibration_batch(source, model, 512)
+    assert (tuple(inputs["input_ids"].shape), description) == ((1, 512), "random tokens")
 
 
-def test_our_own_text_is_repeated_where_it_is_too_short_and_says_so(shared_checkpoints):
+def test_repeats_built_in_text_where_it_is_too_short(shared_checkpoints):
     folder = shared_checkpoints / "minilm-sst2"
     if not folder.is_dir():
         pytest.skip(f"{folder} is not there")
     source = checkpoint.locate(folder)
     model = checkpoint.load(folder).model
-    for length, told in ((512, "built-in English text"), (2048, "built-in English text, repeated")):
+    for length, description in ((512, "built-in English text"), (2048, "built-in English text, repeated")):
         batch = calibration_batch(source, model, length)
-        assert (tuple(batch.inputs["input_ids"].shape), batch.told) == ((1, length), told)
+        assert (tuple(batch.inputs["input_ids"].shape), batch.description) == ((1, length), description)

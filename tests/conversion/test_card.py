@@ -28,7 +28,7 @@ CARDS = {
         {"license": "other", "license_name": "ours", "language": ["en", "de"], "pipeline_tag": "text-ranking"},
     ),
     "one without data": ("Text", {"pipeline_tag": "text-classification"}),
-    "one that names its own base": (
+    "one that names its base": (
         "---\nbase_model: ours/first\n---\nText",
         {"pipeline_tag": "text-classification"},
     ),
@@ -77,14 +77,14 @@ def test_the_card_of_a_folder_names_the_base_of_its_base_if_that_is_known(conver
     assert (data["base_model"], data["base_model_relation"], data["license"]) == ("owner/first", "finetune", "mit")
 
 
-def test_the_card_tells_when_not_to_use_the_model_and_its_whole_history(converted):
+def test_card_has_cautions_and_the_whole_history(converted):
     text = ModelCard.load(converted / "README.md").text
     assert "- Its quality and speed were not measured here" in text
     assert "nearly broken until it is fine-tuned" in text
     assert "`improved-clustered` (clusters = 4) on layers all; `linear` on layers 1. Calibration: built-in" in text
 
 
-def test_what_others_wrote_into_a_history_is_no_markup_on_the_card():
+def test_card_escapes_markup_in_the_history():
     bad = "x](https://evil.example) <img src=x> | **y**\n# z"
     base = Base(name=bad, revision=bad, weights_sha256=bad, adapter=bad)
     rule = {"mechanism": bad, "settings": {bad: bad}, "layers": bad, "heads": bad}
@@ -105,7 +105,7 @@ def test_what_others_wrote_into_a_history_is_no_markup_on_the_card():
         ),
     ]
     for step in steps:
-        line = convert._told(step)
+        line = convert._sentence(step)
         assert "\n" not in line
         outside = re.sub(r"(`+) .*? \1|`[^`]*`", "", line)
         assert not set("<>*#|") & set(outside)

@@ -29,7 +29,7 @@ def test_the_exact_limit_is_compared_in_the_row_that_is_padded_too(monkeypatch):
     assert verify.exact_limit(tiny("BertModel"), LOCAL).passed is False
 
 
-def test_what_is_not_finite_is_no_small_difference():
+def test_non_finite_differences_are_infinite():
     expected = torch.ones(2, 3)
     assert verify.difference(expected * 1.5, expected) == 0.5
     for strange in (torch.nan, torch.inf, -torch.inf):
@@ -58,7 +58,7 @@ def test_a_tensor_that_is_stored_under_another_name_is_not_missed(tmp_path):
     assert verify.weights(tmp_path, before).passed
 
 
-def test_a_folder_that_computes_something_else_is_not_given_its_name(tmp_path, monkeypatch):
+def test_does_not_publish_a_folder_that_computes_something_else(tmp_path, monkeypatch):
     """Write the config with another window, which only the last check can detect."""
     honest = convert.write
 
@@ -88,9 +88,9 @@ def test_revert_gives_the_implementation_back_that_the_model_had(implementation)
 def test_a_mask_that_is_longer_than_the_keys_is_cut_at_its_front():
     # The last columns belong to the current keys; the first of the two is padding here.
     mask = torch.tensor([[1, 1, 1, 0, 1]])
-    kept = key_mask(1, 2, 2, mask_function=bidirectional_mask_function, attention_mask=mask)
-    assert kept is not None
-    assert kept.tolist() == [[False, True]]
+    visible = key_mask(1, 2, 2, mask_function=bidirectional_mask_function, attention_mask=mask)
+    assert visible is not None
+    assert visible.tolist() == [[False, True]]
     assert key_mask(1, 2, 2, mask_function=bidirectional_mask_function, attention_mask=mask[:, :3]) is None
 
 
@@ -133,7 +133,7 @@ def test_a_model_that_normalises_over_padding_says_why_it_is_not_compared():
     model = recogniser("group")
     surgery.convert(model, Plan.of("local", left=2, right=2))
     check = verify.padding(model)
-    assert (check.passed, "reads its padding" in check.detail) == (None, True)
+    assert (check.passed, "padding changes this model's outputs" in check.detail) == (None, True)
 
 
 def test_padding_that_reaches_a_decoder_is_found(monkeypatch):

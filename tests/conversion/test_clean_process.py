@@ -46,14 +46,14 @@ def test_where_nothing_can_be_forked_a_process_loads_one_folder(converted, monke
     assert not verify._current.usable
 
 
-def test_a_process_that_died_is_told_and_followed_by_another(converted, monkeypatch):
+def test_reports_and_replaces_a_process_that_died(converted, monkeypatch):
     folder, inputs, out = converted
     monkeypatch.setattr(verify, "_current", None)
     verify.begin()
     process = verify._current
     assert process
     process._process.send_signal(signal.SIGKILL)
-    with pytest.raises(verify.ReloadError, match="it died"):
+    with pytest.raises(verify.ReloadError, match="the process died"):
         process.first_outputs(folder, "AutoModel", [inputs])
     assert not process.usable
     assert torch.equal(verify.first_outputs(folder, "AutoModel", [inputs])[0], out)

@@ -1,4 +1,4 @@
-"""Companions: what lies beside the weights goes along, sentence-transformers' modules too."""
+"""Files next to the weights are copied, sentence-transformers' modules too."""
 
 import json
 import shutil
@@ -65,7 +65,7 @@ def test_a_longer_position_table_lets_sentence_transformers_read_longer_texts(en
 
 
 @pytest.mark.parametrize(
-    ("modules", "said"),
+    ("modules", "message"),
     [
         ("{", "is not a list of sentence-transformers' modules"),
         ('{"path": "1_Pooling"}', "is not a list of sentence-transformers' modules"),
@@ -76,12 +76,12 @@ def test_a_longer_position_table_lets_sentence_transformers_read_longer_texts(en
         ('[{"path": "pickled"}]', "is pickled"),
     ],
 )
-def test_bad_modules_are_refused_before_anything_is_published(encoder, tmp_path, modules, said):
+def test_bad_modules_are_refused_before_anything_is_published(encoder, tmp_path, modules, message):
     (encoder / "modules.json").write_text(modules)
     for place in (tmp_path / "outside", encoder / "pickled"):
         place.mkdir()
     torch.save({}, encoder / "pickled" / "pytorch_model.bin")
-    with pytest.raises(ApproxError, match=said):
+    with pytest.raises(ApproxError, match=message):
         convert.convert(encoder, tmp_path / "converted", PLAN)
     assert not (tmp_path / "converted").exists()
 
@@ -97,9 +97,9 @@ def test_refuses_settings_that_are_no_json_object(encoder, tmp_path, text):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("own", ["", ".", "./"])
-def test_the_folder_of_the_transformer_itself_is_no_module(encoder, tmp_path, own):
-    (encoder / "modules.json").write_text(json.dumps([{"path": own}, {"path": "1_Pooling"}]))
+@pytest.mark.parametrize("path", ["", ".", "./"])
+def test_the_folder_of_the_transformer_itself_is_no_module(encoder, tmp_path, path):
+    (encoder / "modules.json").write_text(json.dumps([{"path": path}, {"path": "1_Pooling"}]))
     (encoder / "1_Pooling" / "folder.json").mkdir()
     (tmp_path / "copied").mkdir()
     copy_companions(checkpoint.locate(encoder), tmp_path / "copied")
@@ -107,7 +107,7 @@ def test_the_folder_of_the_transformer_itself_is_no_module(encoder, tmp_path, ow
     assert [path.name for path in (tmp_path / "copied" / "1_Pooling").iterdir()] == ["config.json"]
 
 
-def test_folders_that_are_no_modules_stay_behind(encoder, tmp_path):
+def test_copies_only_folders_of_modules(encoder, tmp_path):
     shutil.copytree(encoder / "1_Pooling", encoder / "onnx")
     (tmp_path / "copied").mkdir()
     copy_companions(checkpoint.locate(encoder), tmp_path / "copied")
@@ -118,7 +118,7 @@ OWN = "class Mine:\n    raise RuntimeError('this ran')\n"
 
 
 def own_tokenizer(folder, **settings):
-    """Let the tokenizer of a folder be one that only its own code has."""
+    """Let the tokenizer of a folder be one that only custom code has."""
     file = folder / "tokenizer_config.json"
     named = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": [None, "mine.Mine"]}}
     file.write_text(json.dumps(json.loads(file.read_text()) | named | settings))
@@ -135,8 +135,10 @@ def test_drops_code_that_the_tokenizer_does_without(encoder, tmp_path):
     (encoder / "config.json").write_text(json.dumps(config))
     notes = convert.convert(encoder, tmp_path / "converted", PLAN)["notes"]
     assert [note.split(" names")[0] for note in notes] == [
-        "config.json", "config.json: custom_pipelines", "tokenizer_config.json: auto_map",
-    ]  # fmt: skip
+        "config.json",
+        "config.json: custom_pipelines",
+        "tokenizer_config.json: auto_map",
+    ]
     for name in ("config.json", "tokenizer_config.json"):
         assert "mine" not in (tmp_path / "converted" / name).read_text()
     assert not (tmp_path / "converted" / "mine.py").exists()
@@ -145,28 +147,36 @@ def test_drops_code_that_the_tokenizer_does_without(encoder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("file", "settings", "said"),
+    ("file", "settings", "message"),
     [
-        ("tokenizer_config.json", {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": "mine.Mine"}}, "auto_map names mine.Mine"),
-        ("tokenizer_config.json", {"tokenizer_class": "Mine", "auto_map": ["mine.Mine", None]}, "auto_map names mine.Mine"),
+        (
+            "tokenizer_config.json",
+            {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": "mine.Mine"}},
+            "auto_map names mine.Mine",
+        ),
+        (
+            "tokenizer_config.json",
+            {"tokenizer_class": "Mine", "auto_map": ["mine.Mine", None]},
+            "auto_map names mine.Mine",
+        ),
         ("modules.json", [{"path": "", "type": "mine.Mine"}], r"modules\.json: 0\.type names mine\.Mine"),
         ("1_Pooling/router_config.json", {"types": {"x": "mine.Mine"}}, r"types\.x names mine\.Mine"),
         ("2_Dense/config.json", {"activation_function": "os.abort"}, r"activation_function names os\.abort"),
         ("config.json", {"sentence_transformers": {"activation_fn": "os.abort"}}, r"activation_fn names os\.abort"),
     ],
-)  # fmt: skip
-def test_refuses_a_checkpoint_that_needs_its_own_code(encoder, tmp_path, file, settings, said):
+)
+def test_refuses_a_checkpoint_that_needs_its_own_code(encoder, tmp_path, file, settings, message):
     own_tokenizer(encoder, tokenizer_class="PreTrainedTokenizerFast", auto_map={})
     path = encoder / file
     before = json.loads(path.read_text()) if path.exists() and isinstance(settings, dict) else settings
     path.write_text(json.dumps(before | settings if isinstance(settings, dict) else settings))
-    with pytest.raises(ApproxError, match=f"{said}.*--trust-remote-code") as caught:
+    with pytest.raises(ApproxError, match=f"{message}.*--trust-remote-code") as caught:
         convert.convert(encoder, tmp_path / "converted", PLAN)
     assert caught.value.exit_code == Exit.UNSUPPORTED
     assert [one.name for one in tmp_path.iterdir()] == ["encoder"]
 
 
-def test_takes_code_along_if_the_user_says_so_and_says_it_everywhere(encoder, tmp_path):
+def test_copies_custom_code_on_request_and_reports_it(encoder, tmp_path):
     own_tokenizer(encoder)
     (encoder / "modules.json").unlink()
     convert.convert(encoder, tmp_path / "converted", PLAN, trust_remote_code=True)
@@ -184,7 +194,7 @@ def test_takes_code_along_if_the_user_says_so_and_says_it_everywhere(encoder, tm
     assert "mine.py" in verify.verify(tmp_path / "converted")["diffs"]
 
 
-def test_code_of_another_repository_is_never_taken_along(encoder, tmp_path):
+def test_never_copies_code_of_another_repository(encoder, tmp_path):
     own_tokenizer(encoder, auto_map={"AutoTokenizer": "someone/else--mine.Mine"})
     with pytest.raises(ApproxError, match="code of another repository, which no revision pins") as caught:
         convert.convert(encoder, tmp_path / "converted", PLAN, trust_remote_code=True)
@@ -203,7 +213,7 @@ def test_trust_needs_the_commit_of_a_model_of_the_hub(encoder, revision):
 @pytest.mark.parametrize(
     "name", ["LICENSE", "LICENCE.md", "license.txt", "NOTICE", "COPYING", "COPYING.LESSER", "USE_POLICY.md"]
 )
-def test_a_licence_goes_along(encoder, tmp_path, name):
+def test_copies_the_licence(encoder, tmp_path, name):
     (encoder / name).write_text("Terms")
     (encoder / "licenses.py").write_text("")
     (tmp_path / "copied").mkdir()

@@ -1,4 +1,4 @@
-"""A converted model has its own configs: the original ones do not change."""
+"""A converted model has separate configs: the original ones do not change."""
 
 from typing import Any
 
@@ -19,24 +19,24 @@ PLAN = Plan.of("local", left=3, right=3)
 def test_models_of_one_config_are_converted_one_by_one(architecture):
     first = tiny(architecture)
     config = first.config
-    said, implementation = config.to_dict(), config._attn_implementation
+    settings, implementation = config.to_dict(), config._attn_implementation
     second = type(first)(config).eval()
     second.load_state_dict(first.state_dict())
     before = outputs(first)
     surgery.convert(first, PLAN)
     assert type(config) is type(first).config_class.__mro__[1] is type(second.config)
-    assert (config.to_dict(), config._attn_implementation) == (said, implementation)
+    assert (config.to_dict(), config._attn_implementation) == (settings, implementation)
     assert difference(outputs(second), before) == 0.0
     after = outputs(first)
     surgery.convert(second, PLAN)
     assert difference(outputs(second), after) == 0.0
     surgery.revert(second)
-    assert (second.config.to_dict(), type(second.config)) == (said, type(config))
+    assert (second.config.to_dict(), type(second.config)) == (settings, type(config))
     assert families.is_converted(first)
     assert difference(outputs(first), after) == 0.0
 
 
-def test_longer_positions_do_not_reach_the_config_that_was_given():
+def test_longer_positions_leave_the_original_config_unchanged():
     model = tiny("BertModel")
     config = model.config
     surgery.convert(model, PLAN, max_length=100)

@@ -85,7 +85,7 @@ def test_the_history_names_the_base_by_its_hash_and_nothing_private(converted, b
         assert str(base.parent).encode() not in path.read_bytes(), path.name
 
 
-def test_the_card_says_what_was_done_and_how_to_load_it(converted):
+def test_card_says_how_the_model_was_made_and_how_to_load_it(converted):
     text = (converted[0] / "README.md").read_text()
     # Neither skips keys, so there is no captured mass.
     for layer, settings in enumerate(("improved-clustered | clusters = 4", "linear |")):
@@ -95,7 +95,7 @@ def test_the_card_says_what_was_done_and_how_to_load_it(converted):
     assert "trust_remote_code=True" in text
 
 
-def test_it_opens_as_what_it_is(converted):
+def test_converted_folder_opens_as_converted(converted):
     opened = checkpoint.load(converted[0])
     assert opened.source.converted
     assert opened.source.stock_class is transformers.BertForSequenceClassification
@@ -136,7 +136,7 @@ def test_an_existing_folder_is_refused_before_any_work(converted, base):
     ("place", "length", "words"),
     [("file/out", None, "cannot be written"), ("out", 32, "already takes 32 positions"), ("out", 0, "larger number")],
 )
-def test_what_cannot_be_written_or_extended_is_told_before_the_weights_are_read(place, length, words, base, tmp_path):
+def test_refuses_bad_outputs_and_lengths_before_it_reads_weights(place, length, words, base, tmp_path):
     (tmp_path / "file").write_text("")
     steps = []
     with pytest.raises(ApproxError, match=words) as caught:
@@ -146,7 +146,7 @@ def test_what_cannot_be_written_or_extended_is_told_before_the_weights_are_read(
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_what_is_read_is_not_deleted_by_force(converted, base, tmp_path):
+def test_force_never_deletes_the_source(converted, base, tmp_path):
     run = shutil.copytree(base, tmp_path / "run")
     inside = shutil.copytree(base, run / "checkpoint-500")
     away = shutil.copytree(converted[0], run / "converted")
@@ -214,7 +214,7 @@ def test_the_checks_hold_on_every_family(architecture, tmp_path):
     assert sum(check.passed is True for check in results) >= 2
 
 
-def test_experts_go_through_every_check_and_come_back_as_their_files_held_them(tmp_path):
+def test_experts_pass_every_check_and_are_stored_unchanged(tmp_path):
     # Stock files hold experts separately, but the model and the converted folder hold them in one tensor.
     tiny("MixtralForCausalLM").save_pretrained(tmp_path / "base")
     receipt = convert.convert(tmp_path / "base", tmp_path / "converted", Plan.of("linear"))
@@ -226,14 +226,14 @@ def test_experts_go_through_every_check_and_come_back_as_their_files_held_them(t
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
 
-def test_what_is_slow_at_the_exact_limit_alone_is_not_told(caplog):
+def test_exact_limit_raises_no_warnings_about_speed(caplog):
     caplog.set_level("INFO", "approx_kernels")
     # C runs the plan, which has no window, but not the wide window of the exact limit.
     assert verify.exact_limit(tiny("BertModel"), Plan.of("linear")).passed
     assert not [line for line in caplog.messages if "plain PyTorch" in line]
 
 
-def test_a_check_sees_what_it_is_for(tmp_path):
+def test_each_check_detects_its_fault(tmp_path):
     model = tiny("GPT2LMHeadModel")
     surgery.convert(model, Plan.of("local", left=3, right=3))
     before = dict(model.state_dict())
@@ -269,7 +269,7 @@ def test_the_real_checkpoint_converts_and_comes_back(shared_checkpoints, tmp_pat
     assert difference(outputs(model), outputs(stock)) == 0.0
 
 
-def test_a_processor_whose_class_only_the_config_told_comes_along(tmp_path):
+def test_copies_a_processor_whose_class_only_the_config_names(tmp_path):
     texts, sounds = tmp_path / "texts", tmp_path / "sounds"
     tiny("GPT2LMHeadModel").save_pretrained(texts)
     letters = ["<|endoftext|>", *"abcdefghijklmnopqrstuvwxyz"]
@@ -279,7 +279,7 @@ def test_a_processor_whose_class_only_the_config_told_comes_along(tmp_path):
     settings = speech_processor(sounds).feature_extractor.to_dict()
     del settings["feature_extractor_type"]
     (sounds / "preprocessor_config.json").write_text(json.dumps(settings))
-    for base, auto, given in (
+    for base, auto, inputs in (
         (texts, transformers.AutoTokenizer, "abba"),
         (sounds, transformers.AutoProcessor, np.ones(4000)),
     ):
@@ -288,7 +288,7 @@ def test_a_processor_whose_class_only_the_config_told_comes_along(tmp_path):
         before, after = auto.from_pretrained(base), auto.from_pretrained(out)
         assert type(after) is type(before)
         assert f"= {auto.__name__}.from_pretrained(" in (out / "README.md").read_text()
-        read, wanted = (dict(reader(given, return_tensors="pt")) for reader in (after, before))
+        read, wanted = (dict(reader(inputs, return_tensors="pt")) for reader in (after, before))
         assert read.keys() == wanted.keys()
         assert all(torch.equal(read[key], wanted[key]) for key in wanted)
         convert.revert(out, base.with_name(f"{base.name}-reverted"))

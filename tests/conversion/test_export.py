@@ -51,15 +51,15 @@ def test_a_program_takes_any_batch_and_length(family, name, converted, tmp_path)
     inputs = example_inputs(model, 129, batch=4, padded=30)
     program = load(tmp_path / "program" / "model.pt2").module()
     with torch.no_grad():
-        given, due = program(**inputs)[0], model(**inputs)[0]
-    real = inputs["attention_mask"].bool() if due.dim() == 3 else slice(None)
-    assert torch.allclose(given[real], due[real], atol=1e-5)
+        actual, expected = program(**inputs)[0], model(**inputs)[0]
+    real = inputs["attention_mask"].bool() if expected.dim() == 3 else slice(None)
+    assert torch.allclose(actual[real], expected[real], atol=1e-5)
     # What is exported approximates.
     for module in model.modules():
         module.exact_below = 2**40
     with torch.no_grad():
         exact = model(**inputs)[0]
-    assert torch.allclose(exact[real], due[real], atol=1e-6) == MECHANISMS[name].always_exact
+    assert torch.allclose(exact[real], expected[real], atol=1e-6) == MECHANISMS[name].always_exact
 
 
 @pytest.mark.slow
@@ -88,7 +88,7 @@ def test_a_plan_that_switches_by_length_is_refused():
         export.refuse_unexportable(model)
 
 
-def test_a_program_that_computes_something_else_is_not_kept(tmp_path, monkeypatch):
+def test_discards_a_program_that_computes_something_else(tmp_path, monkeypatch):
     tiny("BertModel").save_pretrained(tmp_path / "base")
     honest = export._torch_runner
     monkeypatch.setattr(export, "_torch_runner", lambda path: lambda inputs: honest(path)(inputs) * 1.01)
@@ -98,7 +98,7 @@ def test_a_program_that_computes_something_else_is_not_kept(tmp_path, monkeypatc
     assert not (tmp_path / "program").exists()
 
 
-def test_what_is_asked_wrongly_is_refused_at_once(tmp_path, monkeypatch):
+def test_refuses_bad_options_before_any_work(tmp_path, monkeypatch):
     with pytest.raises(ApproxError, match="There is no format 'tflite'"):
         export.export("quickstart", tmp_path / "program", format="tflite")
     with pytest.raises(ApproxError, match="three lengths of 2 or more tokens, 2,048 at most; --lengths gave 1, 5, 9"):

@@ -172,7 +172,7 @@ def test_the_receipt_says_at_which_lengths_each_check_ran(bases, tmp_path):
         (5000, "exact at every length this model takes: layers 0-2"),
     ],
 )
-def test_what_is_exact_at_every_length_of_a_model_is_said(left, words):
+def test_notes_layers_that_are_exact_at_every_length(left, words):
     model = tiny("GPT2LMHeadModel")
     surgery.convert(model, Plan.of("local", left=left))
     for check in (verify.padding(model), verify.causality(model)):

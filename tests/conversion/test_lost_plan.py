@@ -25,7 +25,7 @@ BARE = {"model_type": "bert", "approx": None, "architectures": None}
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"approx": {}}, "'model_type' is approx_bert"),
         ({"approx": "lost"}, "'model_type' is approx_bert"),
@@ -36,7 +36,7 @@ BARE = {"model_type": "bert", "approx": None, "architectures": None}
         (BARE | {"without manifest": True}, "its weights have bert."),
     ],
 )
-def test_a_config_that_lost_the_mechanisms_is_damaged(converted, tmp_path, change, told):
+def test_a_config_that_lost_the_mechanisms_is_damaged(converted, tmp_path, change, message):
     folder = shutil.copytree(converted, tmp_path / "copy")
     config = json.loads((folder / "config.json").read_text()) | change
     if config.pop("without manifest", False):
@@ -45,7 +45,7 @@ def test_a_config_that_lost_the_mechanisms_is_damaged(converted, tmp_path, chang
     for use in (inspect, checkpoint.load):
         with pytest.raises(ApproxError, match="is damaged: the folder was converted") as caught:
             use(str(folder))
-        assert told in str(caught.value)
+        assert message in str(caught.value)
         assert caught.value.exit_code == Exit.UNAVAILABLE
 
 

@@ -130,16 +130,16 @@ def test_a_family_outside_the_list_that_dispatches_plainly_converts():
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("arguments", "words"),
     [
-        (("converted", Plan.of("local")), ["str and Plan were given", "from_pretrained"]),
+        (("converted", Plan.of("local")), ["str and Plan were passed", "from_pretrained"]),
         ((torch.nn.DataParallel(tiny("BertModel")), Plan.of("local")), ["DataParallel", "without a wrapper"]),
-        ((tiny("BertModel"), "local"), ["BertModel and str were given", "approx.Plan.of"]),
+        ((tiny("BertModel"), "local"), ["BertModel and str were passed", "approx.Plan.of"]),
     ],
 )
-def test_what_is_no_model_or_no_plan_is_told_what_is_wanted(given, words):
+def test_names_the_expected_types_of_model_and_plan(arguments, words):
     with refused(Exit.USAGE, *words):
-        surgery.convert(*given)
+        surgery.convert(*arguments)
 
 
 def test_a_folder_in_place_of_a_model_is_not_reverted():
@@ -200,7 +200,7 @@ def test_packed_sequences_are_refused():
         model(**inputs, position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]), use_cache=False)
 
 
-def test_families_are_told_apart_by_whether_they_attend_causally():
+def test_families_differ_by_whether_they_attend_causally():
     assert attends_causally("gpt2")
     assert attends_causally("whisper")
     assert not attends_causally("roberta")

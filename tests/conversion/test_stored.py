@@ -26,7 +26,7 @@ def half_but_norms(name: str, tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "settings"),
     [
         (half, {"dtype": "float16"}),
         (half, {"torch_dtype": "float16"}),
@@ -39,7 +39,7 @@ def half_but_norms(name: str, tensor: Tensor) -> Tensor:
 )
 @pytest.mark.parametrize("max_length", [None, 50])
 def test_the_dtype_of_every_tensor_survives_conversion_and_reversal(
-    tmp_path, monkeypatch, change: Callable[[str, Tensor], Tensor], said, max_length
+    tmp_path, monkeypatch, change: Callable[[str, Tensor], Tensor], settings, max_length
 ):
     base = tiny_checkpoint(tmp_path / "base")
     state = load_file(base / "model.safetensors")
@@ -47,9 +47,9 @@ def test_the_dtype_of_every_tensor_survives_conversion_and_reversal(
     state = {name: change(name, tensor + 1e-6) for name, tensor in state.items()}
     save_file(state, base / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((base / "config.json").read_text())
-    config = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")} | said
+    config = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")} | settings
     (base / "config.json").write_text(json.dumps(config))
-    # The reload in a process of its own is slow, and has tests of its own.
+    # The reload in a fresh process is slow, and is tested elsewhere.
     monkeypatch.setattr("approx.conversion.verify.fresh_process", lambda folder, model: convert.verify.causality(model))
     convert.convert(base, tmp_path / "converted", PLAN, max_length=max_length)
     written = load_file(tmp_path / "converted" / "model.safetensors")
@@ -61,7 +61,7 @@ def test_the_dtype_of_every_tensor_survives_conversion_and_reversal(
     assert not (tmp_path / "reverted" / MANIFEST).exists()
 
 
-def test_tensors_that_were_trained_keep_what_they_became(tmp_path):
+def test_keeps_the_values_of_trained_tensors(tmp_path):
     source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir()
     target.mkdir()
@@ -73,7 +73,9 @@ def test_tensors_that_were_trained_keep_what_they_became(tmp_path):
     keep_dtypes(source, target)
     written = load_file(target / "a.safetensors")
     assert {name: tensor.dtype for name, tensor in written.items()} == {
-        "same": torch.float16, "trained": torch.float32, "new": torch.float32
-    }  # fmt: skip
+        "same": torch.float16,
+        "trained": torch.float32,
+        "new": torch.float32,
+    }
     assert torch.equal(written["trained"], torch.ones(2) + 1e-4)
     assert json.loads((target / "model.safetensors.index.json").read_text())["metadata"]["total_size"] == 20

@@ -127,7 +127,7 @@ def test_revert_gives_the_base_back_to_the_last_bit(architecture):
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
-def test_attention_weights_are_given_for_all_layers(architecture):
+def test_returns_attention_weights_of_all_layers(architecture):
     model = tiny(architecture)
     inputs = example_inputs(model, 12)
     eager = tiny(architecture, attn_implementation="eager")
@@ -173,7 +173,7 @@ def test_gradients_flow_and_checkpointing_gives_the_same_ones(architecture):
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
-def test_copies_and_pickles_are_converted_models_of_their_own(architecture):
+def test_copies_and_pickles_are_independent_converted_models(architecture):
     model = tiny(architecture)
     surgery.convert(model, Plan.of("local", left=2, right=2))
     before = outputs(model)

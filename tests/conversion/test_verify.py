@@ -1,4 +1,4 @@
-"""A converted folder is verified again: what is found in damaged, edited and inactive ones, and what may be accepted."""
+"""Verifying converted folders: damaged, edited and inactive ones, and edits that are accepted."""
 
 import json
 import shutil
@@ -49,7 +49,7 @@ def test_a_converted_folder_passes_every_check(folder):
     assert (found["edited"], found["accepted"], found["diffs"]) == ([], False, {})
 
 
-def test_edits_of_a_card_matter_to_no_one_but_verify(folder):
+def test_only_verify_notices_edits_of_a_card(folder):
     with (folder / "README.md").open("a") as card:
         card.write("\nMine.\n")
     load(folder)
@@ -58,7 +58,7 @@ def test_edits_of_a_card_matter_to_no_one_but_verify(folder):
     assert verify.verify(folder)["edited"] == []
 
 
-def test_a_renamed_label_is_accepted_once_asked(folder):
+def test_accept_records_a_renamed_label(folder):
     config = json.loads((folder / "config.json").read_text())
     config["id2label"]["0"] = "terrible"
     (folder / "config.json").write_text(json.dumps(config))
@@ -68,7 +68,7 @@ def test_a_renamed_label_is_accepted_once_asked(folder):
     assert load(folder).model.config.id2label[0] == "terrible"
 
 
-def test_changed_code_is_shown_is_not_run_and_cannot_be_accepted(folder):
+def test_changed_code_is_shown_but_neither_run_nor_accepted(folder):
     model = next(folder.glob("modeling_*.py"))
     model.write_text(model.read_text() + "\nraise RuntimeError\n")
     found = verify.verify(folder, accept=True)
@@ -82,7 +82,7 @@ def test_changed_code_is_shown_is_not_run_and_cannot_be_accepted(folder):
     assert "reload without approx is bit-equal" not in results(found)
 
 
-def test_code_of_another_version_is_not_called_wrong(folder):
+def test_code_of_another_version_is_not_checked(folder):
     model = next(folder.glob("modeling_*.py"))
     model.write_text(model.read_text() + "\n# older\n")
     config = json.loads((folder / "config.json").read_text())
@@ -95,7 +95,7 @@ def test_code_of_another_version_is_not_called_wrong(folder):
     assert "+# older" in found["diffs"][model.name]
 
 
-def test_weights_and_code_that_no_manifest_names_are_found(folder):
+def test_finds_weights_and_code_missing_from_the_manifest(folder):
     (folder / "more.py").write_text("")
     assert failed(verify.verify(folder)) == ["files are those of the manifest", "code is what this version writes"]
 
@@ -103,7 +103,7 @@ def test_weights_and_code_that_no_manifest_names_are_found(folder):
 @pytest.mark.parametrize(
     ("value", "wrong"), [(torch.nan, "weights load and are finite"), (1.5, "buffers are in range")]
 )
-def test_numbers_that_cannot_be_are_found(folder, value, wrong):
+def test_finds_buffers_out_of_range(folder, value, wrong):
     weights = load_file(folder / "model.safetensors")
     name = next(name for name in weights if name.endswith(".share"))
     weights[name][0] = value
@@ -112,7 +112,7 @@ def test_numbers_that_cannot_be_are_found(folder, value, wrong):
     assert wrong in failed(verify.verify(folder))
 
 
-def test_a_layer_that_stays_exact_where_it_should_approximate_is_found(made):
+def test_finds_layers_that_stay_exact_where_they_should_approximate(made):
     model = load(made / "converted").model
     layers = [site["layer"] for site in model.config.approx["sites"].values()]
     honest = {layer: Damage(0.1, None, 64) for layer in layers}
@@ -122,7 +122,7 @@ def test_a_layer_that_stays_exact_where_it_should_approximate_is_found(made):
     assert f"layers {layers[-1]} give" in check.detail
 
 
-def test_exact_mechanisms_have_nothing_to_show(made, tmp_path):
+def test_exact_mechanisms_need_no_difference(made, tmp_path):
     convert.convert(made / "base", tmp_path / "flash", Plan.of("flash"))
     found = verify.verify(tmp_path / "flash")
     assert failed(found) == []

@@ -1,4 +1,4 @@
-"""Models of 16 bits in float32: their linear layers where processors have no instructions for 16 bits, and whole for comparisons."""
+"""Models of 16 bits in float32: linear layers on processors without 16-bit instructions, whole models to compare."""
 
 import copy
 

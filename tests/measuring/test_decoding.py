@@ -79,8 +79,11 @@ def test_contenders_are_the_base_in_its_ways_and_the_variants(monkeypatch):
     monkeypatch.setattr("approx.measuring.prediction.fastest_exact", noted)
     made = decoders({BASE: base, "own": own}, 4)
     assert [(one.name, one.role) for one in made] == [
-        (BASE, "base"), ("fastest way", "exact"), (CEILING, "ceiling"), ("own", "variant"),
-    ]  # fmt: skip
+        (BASE, "base"),
+        ("fastest way", "exact"),
+        (CEILING, "ceiling"),
+        ("own", "variant"),
+    ]
     for one, expected in zip(
         made, (Decoder(base, 4), Decoder(base, 4), Decoder(base, 4, attention_free), Decoder(own, 4)), strict=True
     ):

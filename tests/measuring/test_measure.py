@@ -273,8 +273,11 @@ def test_the_base_is_timed_in_its_ways_and_without_attention(opened, monkeypatch
     assert not torch.equal(exact, own)
     assert not torch.equal(exact, free)
     assert [(one.name, one.role) for one in asked.contenders] == [
-        (BASE, "base"), ("fastest way", "exact"), (CEILING, "ceiling"), ("local", "variant"),
-    ]  # fmt: skip
+        (BASE, "base"),
+        ("fastest way", "exact"),
+        (CEILING, "ceiling"),
+        ("local", "variant"),
+    ]
     for name, due in ((BASE, exact), ("fastest way", exact), (CEILING, free), ("local", own)):
         torch.testing.assert_close(said[name], due, rtol=0, atol=1e-6)
     assert (asked.seed, asked.device, asked.dtype) == (3, torch.device("cpu"), torch.float32)

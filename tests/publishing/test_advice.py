@@ -60,14 +60,14 @@ LOST = "do not use: it loses 88.0 ± 4.0 points of accuracy on needle, beyond th
         (
             {"verdict": "inconclusive"},
             RISING,
-            "not settled: it is faster at 1,024 tokens and above; its quality on needle is inconclusive at a margin of 1.0 "
-            "points.",
+            "not settled: it is faster at 1,024 tokens and above; its quality on needle is inconclusive at a margin of "
+            "1.0 points.",
         ),
         (
             {"longest": 500},
             RISING,
-            "not settled: it is faster at 1,024 tokens and above; no loss on needle at a margin of 1.0 points; its quality "
-            "was measured on inputs of fewer than 501 tokens only.",
+            "not settled: it is faster at 1,024 tokens and above; no loss on needle at a margin of 1.0 points; its "
+            "quality was measured on inputs of fewer than 501 tokens only.",
         ),
         ({}, {}, "not settled: no loss on needle at a margin of 1.0 points; its speed was not measured."),
     ],

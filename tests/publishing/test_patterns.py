@@ -30,14 +30,17 @@ def drawn(length, count=1, seed=0):
     return steps
 
 
-@pytest.mark.parametrize("draw", [
-    lambda: steps_picture("$a & b<", "n", [LTR], causal=False, suffixes=BOTH),
-    lambda: steps_picture("t", "", [drawn(1)], causal=True, suffixes=BOTH),
-    lambda: steps_picture("t", "", [drawn(12, 4), drawn(600, 4)], causal=True, suffixes=BOTH),
-    lambda: flow_picture("$a & b<", "n", LTR, causal=False, suffixes=BOTH),
-    lambda: flow_picture("t", "", drawn(1), causal=True, suffixes=BOTH),
-    lambda: flow_picture("t", "", drawn(20, 4), causal=False, node=3, suffixes=BOTH),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: steps_picture("$a & b<", "n", [LTR], causal=False, suffixes=BOTH),
+        lambda: steps_picture("t", "", [drawn(1)], causal=True, suffixes=BOTH),
+        lambda: steps_picture("t", "", [drawn(12, 4), drawn(600, 4)], causal=True, suffixes=BOTH),
+        lambda: flow_picture("$a & b<", "n", LTR, causal=False, suffixes=BOTH),
+        lambda: flow_picture("t", "", drawn(1), causal=True, suffixes=BOTH),
+        lambda: flow_picture("t", "", drawn(20, 4), causal=False, node=3, suffixes=BOTH),
+    ],
+)
 def test_a_picture_is_small_and_the_same_every_time(draw):
     files = draw()
     assert set(files) == {".svg", ".png"}

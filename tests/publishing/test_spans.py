@@ -17,8 +17,12 @@ def test_the_table_has_the_mean_the_ends_and_the_operations(record):
     made = spanned(record)
     (row,) = spans_table(made.variants)
     assert row == {
-        "name": made.variants[0].name, "mean": "165.5", "shortest": "0", "longest": "512", "operations": "37.5 %",
-    }  # fmt: skip
+        "name": made.variants[0].name,
+        "mean": "165.5",
+        "shortest": "0",
+        "longest": "512",
+        "operations": "37.5 %",
+    }
     assert f"| {wording.cell(row['name'])} | 165.5 | 0 | 512 | 37.5 % |" in report.markdown([made])
 
 

@@ -200,9 +200,17 @@ def test_without_a_network_the_remedy_is_local_files(monkeypatch, tmp_path):
 
 # Rows of train and dev in the configurations of nyu-mll/glue.
 ROWS = {
-    "cola": (8551, 1043), "sst2": (67349, 872), "mrpc": (3668, 408), "stsb": (5749, 1500), "qqp": (363846, 40430),
-    "mnli": (392702, 9815), "mnli-mm": (392702, 9832), "qnli": (104743, 5463), "rte": (2490, 277), "wnli": (635, 71),
-}  # fmt: skip
+    "cola": (8551, 1043),
+    "sst2": (67349, 872),
+    "mrpc": (3668, 408),
+    "stsb": (5749, 1500),
+    "qqp": (363846, 40430),
+    "mnli": (392702, 9815),
+    "mnli-mm": (392702, 9832),
+    "qnli": (104743, 5463),
+    "rte": (2490, 277),
+    "wnli": (635, 71),
+}
 
 
 @pytest.mark.parametrize("subset", glue.GLUE)

@@ -74,14 +74,23 @@ metric_list:
     manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
     for shots in (None, 2):
         scores = harness.simple_evaluate(
-            theirs, tasks=["films"], task_manager=manager, num_fewshot=shots,
+            theirs,
+            tasks=["films"],
+            task_manager=manager,
+            num_fewshot=shots,
             bootstrap_iters=0,
-        )["results"]["films"]  # fmt: skip
+        )["results"]["films"]
         for metric in ("acc", "acc_norm"):
             settings = {"metric": metric, **({} if shots is None else {"shots": shots})}
             entry = approx.evaluate(
-                converted, "lm-eval/films", against=base, processor=tokenizer, data=str(tmp_path), settings=settings, batch_size=3
-            ).quality[0]  # fmt: skip
+                converted,
+                "lm-eval/films",
+                against=base,
+                processor=tokenizer,
+                data=str(tmp_path),
+                settings=settings,
+                batch_size=3,
+            ).quality[0]
             assert entry.base.scores["mean_score"] == pytest.approx(scores[f"{metric},none"])
             assert (entry.task, entry.examples) == ("lm-eval/films", len(rows))
     with pytest.raises(ApproxError, match="Did you mean 'films'"):

@@ -42,8 +42,11 @@ def test_folders_and_tables_hold_the_same_images(pictures):
     task = open_task("image-classification", labels="cat,dog")
     split = task.load(pictures)
     assert [(one.id, one.label) for one in split.examples] == [
-        ("cat/0.png", 0), ("dog/1.jpg", 1), ("cat/2.jpg", 0), ("dog/3.jpg", 1)
-    ]  # fmt: skip
+        ("cat/0.png", 0),
+        ("dog/1.jpg", 1),
+        ("cat/2.jpg", 0),
+        ("dog/3.jpg", 1),
+    ]
     assert (split.name, task.load(pictures / "test", limit=2).subset) == ("test", True)
     rows = [{"image": f"test/{one.id}", "label": NAMES[one.label]} for one in split.examples]
     (pictures / "list.json").write_text(json.dumps(rows))
@@ -60,9 +63,16 @@ def test_base_and_converted_are_compared_and_trained(pictures, tmp_path):
     made = approx.evaluate(converted, "image-classification", against=model, **given).quality[0]
     assert (made.examples, made.metric, made.variants[0].approximated is not None) == (4, "accuracy", True)
     done = approx.finetune(
-        converted, tmp_path / "work", processor=reader, recover=["task"], task="image-classification", data=str(pictures / "test"),
-        steps=2, batch_size=2, validation=1,
-    )  # fmt: skip
+        converted,
+        tmp_path / "work",
+        processor=reader,
+        recover=["task"],
+        task="image-classification",
+        data=str(pictures / "test"),
+        steps=2,
+        batch_size=2,
+        validation=1,
+    )
     assert done["phases"][0]["steps"] == 2
 
 

@@ -187,13 +187,23 @@ def test_a_number_is_measured_by_correlation(tmp_path):
 @pytest.mark.parametrize(
     ("task", "kind", "outputs", "words"),
     [
-        ("glue/sst2", "multi_label_classification", 2, "has one of several labels, but the checkpoint predicts several labels"),
+        (
+            "glue/sst2",
+            "multi_label_classification",
+            2,
+            "has one of several labels, but the checkpoint predicts several labels",
+        ),
         ("glue/sst2", "regression", 2, "predicts a number"),
-        ("glue/stsb", "multi_label_classification", 1, "has a number, but the checkpoint predicts several labels at once"),
+        (
+            "glue/stsb",
+            "multi_label_classification",
+            1,
+            "has a number, but the checkpoint predicts several labels at once",
+        ),
         ("documents", "multi_label_classification", 2, "has one of several labels"),
         ("text-classification", "regression", 3, "predicts 3 numbers"),
     ],
-)  # fmt: skip
+)
 def test_a_checkpoint_of_another_kind_is_refused(task, kind, outputs, words):
     with pytest.raises(ApproxError, match=words) as caught:
         open_task(task).check(checkpoint(kind, None, outputs))

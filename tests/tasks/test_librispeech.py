@@ -76,16 +76,24 @@ def test_the_parquet_of_the_hub_is_streamed(tmp_path, monkeypatch):
     for path in sorted(tmp_path.rglob("*.flac")):
         speaker, chapter, _ = path.stem.split("-")
         stored = {"bytes": path.read_bytes(), "path": path.name}
-        rows.append({"file": path.name, "audio": stored, "text": spoken[path.stem][0], "speaker_id": int(speaker),
-                     "chapter_id": int(chapter), "id": path.stem})  # fmt: skip
+        rows.append(
+            {
+                "file": path.name,
+                "audio": stored,
+                "text": spoken[path.stem][0],
+                "speaker_id": int(speaker),
+                "chapter_id": int(chapter),
+                "id": path.stem,
+            }
+        )
     hub = tmp_path / "hub"
     (hub / "clean").mkdir(parents=True)
     Dataset.from_list(rows).to_parquet(hub / "clean" / "test.parquet")
     (hub / "README.md").write_text(
         "---\ndataset_info:\n- config_name: clean\n  features:\n  - name: file\n    dtype: string\n  - name: audio\n"
         "    dtype:\n      audio:\n        sampling_rate: 16000\n  - name: text\n    dtype: string\n"
-        "  - name: speaker_id\n    dtype: int64\n  - name: chapter_id\n    dtype: int64\n  - name: id\n    dtype: string\n"
-        "configs:\n- config_name: clean\n  data_files:\n  - split: test\n    path: clean/test.parquet\n---\n"
+        "  - name: speaker_id\n    dtype: int64\n  - name: chapter_id\n    dtype: int64\n  - name: id\n    dtype: "
+        "string\nconfigs:\n- config_name: clean\n  data_files:\n  - split: test\n    path: clean/test.parquet\n---\n"
     )
     monkeypatch.setattr(librispeech, "_HUB_DATASET", str(hub))
     streamed, local = TASK.load(), TASK.load(tmp_path / "test-clean")

@@ -104,9 +104,15 @@ def test_beams_are_searched(data, reader):
 def test_it_learns_what_is_said(reader, tmp_path):
     taught, data = model(), write_utterances(tmp_path / "train-clean-100", some_utterances(5))
     options = FinetuneStage(
-        recover=["task"], task="librispeech/train-clean-100", data=str(data), steps=30, batch_size=4, learning_rate=1e-2,
-        validation=1, evaluate_every=30,
-    )  # fmt: skip
+        recover=["task"],
+        task="librispeech/train-clean-100",
+        data=str(data),
+        steps=30,
+        batch_size=4,
+        learning_rate=1e-2,
+        validation=1,
+        evaluate_every=30,
+    )
     done = finetune(taught, reader, options, folder=tmp_path / "work")
     losses = [point["loss"] for point in done.phases[0].curve if "loss" in point]
     assert losses[-1] < 0.7 * losses[0]

@@ -254,8 +254,9 @@ def test_a_table_of_questions_may_name_its_columns_and_need_no_titles(tmp_path):
     columns = {"question": "frage", "context": "text", "answers": "antwort"}
     examples = open_task("squad_v2", columns=columns).load(tmp_path / "dev.csv").examples
     assert [(one.id, one.label, one.group) for one in examples] == [
-        ("dev-0", ["film"], CONTEXT), ("dev-1", [], CONTEXT)
-    ]  # fmt: skip
+        ("dev-0", ["film"], CONTEXT),
+        ("dev-1", [], CONTEXT),
+    ]
     with pytest.raises(ApproxError, match=r"question dev-1 has no answers and cannot be scored.*squad_v2"):
         open_task("squad", columns=columns).load(tmp_path / "dev.csv")
 

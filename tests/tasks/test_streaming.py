@@ -95,8 +95,11 @@ def test_a_stretch_at_the_limit_is_whole(stored):
         cut = task.load(limit=limit, streaming=True)
         for some, every in zip(cut.examples, whole.examples, strict=False):
             assert (some.id, some.label, some.inputs["start"], some.inputs["end"]) == (
-                every.id, every.label, every.inputs["start"], every.inputs["end"],
-            )  # fmt: skip
+                every.id,
+                every.label,
+                every.inputs["start"],
+                every.inputs["end"],
+            )
 
 
 @given(

@@ -75,9 +75,15 @@ def test_base_and_converted_are_compared_and_trained(tmp_path):
     assert (made.metric, made.examples) == ("entity_f1", 8)
     assert made.variants[0].scores == alone.variants[0].scores
     done = approx.finetune(
-        converted, tmp_path / "work", recover=["task"], task="token-classification", steps=2, batch_size=2, validation=1,
+        converted,
+        tmp_path / "work",
+        recover=["task"],
+        task="token-classification",
+        steps=2,
+        batch_size=2,
+        validation=1,
         **given,
-    )  # fmt: skip
+    )
     assert done["measure"] == "entity_f1"
 
 

@@ -158,10 +158,16 @@ def test_a_checkpoint_brings_its_processor(data, tmp_path):
 
 
 def test_what_cannot_transcribe_is_refused(data, tmp_path):
-    refused("needs a CTC head, but the model is a Wav2Vec2ForSequenceClassification", Exit.UNSUPPORTED, lambda: TASK.check(
-        tiny("Wav2Vec2ForSequenceClassification")))  # fmt: skip
-    refused("its blank, pad_token_id in config.json, is 32", Exit.UNSUPPORTED, lambda: TASK.check(
-        recogniser(pad_token_id=32)))  # fmt: skip
+    refused(
+        "needs a CTC head, but the model is a Wav2Vec2ForSequenceClassification",
+        Exit.UNSUPPORTED,
+        lambda: TASK.check(tiny("Wav2Vec2ForSequenceClassification")),
+    )
+    refused(
+        "its blank, pad_token_id in config.json, is 32",
+        Exit.UNSUPPORTED,
+        lambda: TASK.check(recogniser(pad_token_id=32)),
+    )
     processor = speech_processor(tmp_path)
     base = Subject("exact", recogniser(), processor)
     poor = Subject("poor", recogniser(), speech_processor(tmp_path / "poor", characters="ABC"))
@@ -187,8 +193,11 @@ def test_bench_takes_recordings_and_refuses_texts_for_them(data, tmp_path):
         return [(row.inputs, row.length) for row in made.speed]
 
     assert bench(TASK.name, data) == [("real", 40)]
-    refused("glue/sst2 makes input_ids, but .* takes input_values", Exit.UNSUPPORTED, lambda: bench(
-        "glue/sst2", tmp_path / "dev.tsv"))  # fmt: skip
+    refused(
+        "glue/sst2 makes input_ids, but .* takes input_values",
+        Exit.UNSUPPORTED,
+        lambda: bench("glue/sst2", tmp_path / "dev.tsv"),
+    )
 
 
 def test_a_model_can_be_timed_on_recordings(data, tmp_path):

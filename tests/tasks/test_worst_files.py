@@ -62,9 +62,12 @@ def jsonl(texts: list[str]) -> str:
 
 def squad(texts: list[str]) -> str:
     asked = [
-        {"context": text, "qas": [{"id": str(number), "question": "?", "answers": [{"text": text[:3], "answer_start": 0}]}]}
+        {
+            "context": text,
+            "qas": [{"id": str(number), "question": "?", "answers": [{"text": text[:3], "answer_start": 0}]}],
+        }
         for number, text in enumerate(texts)
-    ]  # fmt: skip
+    ]
     return json.dumps({"data": [{"title": "t", "paragraphs": asked}]}, ensure_ascii=False)
 
 
@@ -78,42 +81,66 @@ FORMATS = [
     Format("text-classification", "test.jsonl", jsonl, settings=NAMED),
     Format("documents", "test.tsv", tsv("label\ttext", "a\t{}"), settings=NAMED),
     Format(
-        "token-classification", "test.conll", lambda words: "".join(f"{word} x B-A\n" for word in words) + "\n",
-        lambda examples: examples[0].inputs["words"], WORDS, {"labels": "O,B-A"},
+        "token-classification",
+        "test.conll",
+        lambda words: "".join(f"{word} x B-A\n" for word in words) + "\n",
+        lambda examples: examples[0].inputs["words"],
+        WORDS,
+        {"labels": "O,B-A"},
     ),
     Format(
-        "token-classification", "test.iob2", lambda words: "".join(f"{word}\tB-A\n" for word in words),
-        lambda examples: examples[0].inputs["words"], WORDS, {"labels": "O,B-A"},
+        "token-classification",
+        "test.iob2",
+        lambda words: "".join(f"{word}\tB-A\n" for word in words),
+        lambda examples: examples[0].inputs["words"],
+        WORDS,
+        {"labels": "O,B-A"},
     ),
     Format("lm", "test.tsv", tsv("text\tn", "{}\t1"), settings={"stretch": 10**6}),
     Format("mlm", "test.jsonl", jsonl, settings={"stretch": 10**6}),
     Format(
-        "lm", "test.txt", lambda texts: "\n".join(texts), lambda examples: examples[0].inputs["text"].split("\n"),
+        "lm",
+        "test.txt",
+        lambda texts: "\n".join(texts),
+        lambda examples: examples[0].inputs["text"].split("\n"),
         settings={"stretch": 10**6},
     ),
     Format("squad", "dev.json", squad, lambda examples: [one.inputs["context"] for one in examples]),
     Format(
-        "squad", "dev.jsonl", lambda texts: "".join(json.dumps(FLAT | {"context": text}, ensure_ascii=False) + "\n" for text in texts),
+        "squad",
+        "dev.jsonl",
+        lambda texts: "".join(json.dumps(FLAT | {"context": text}, ensure_ascii=False) + "\n" for text in texts),
         lambda examples: [one.inputs["context"] for one in examples],
     ),
     Format(
-        "squad_v2", "dev.tsv", tsv("context\tquestion\tanswers", "{}\t?\t"),
+        "squad_v2",
+        "dev.tsv",
+        tsv("context\tquestion\tanswers", "{}\t?\t"),
         lambda examples: [one.inputs["context"] for one in examples],
     ),
     Format(
-        "listops", "basic_test.tsv", tsv("Source\tTarget", "[MAX {} 3 ]\t3"), lambda examples: [one.inputs["text"][5] for one in examples],
+        "listops",
+        "basic_test.tsv",
+        tsv("Source\tTarget", "[MAX {} 3 ]\t3"),
+        lambda examples: [one.inputs["text"][5] for one in examples],
         ["1", "2"],
     ),
     Format(
-        "librispeech/test-clean", "1-1.trans.txt", lambda texts: "".join(f"1-1-{n} {text}\n" for n, text in enumerate(texts)),
-        lambda examples: [one.label for one in examples], [text.upper() for text in TEXTS if " " not in text[-2:]],
+        "librispeech/test-clean",
+        "1-1.trans.txt",
+        lambda texts: "".join(f"1-1-{n} {text}\n" for n, text in enumerate(texts)),
+        lambda examples: [one.label for one in examples],
+        [text.upper() for text in TEXTS if " " not in text[-2:]],
     ),
     Format(
-        "image-classification", "test.tsv", tsv("image\tlabel", "one.png\t{}"),
-        lambda examples: [f"c{one.label}\u00a0\u2028" for one in examples], ["c0\u00a0\u2028", "c1\u00a0\u2028"],
+        "image-classification",
+        "test.tsv",
+        tsv("image\tlabel", "one.png\t{}"),
+        lambda examples: [f"c{one.label}\u00a0\u2028" for one in examples],
+        ["c0\u00a0\u2028", "c1\u00a0\u2028"],
         {"labels": ["c0\u00a0\u2028", "c1\u00a0\u2028"]},
     ),
-]  # fmt: skip
+]
 
 
 def written(folder: Path, kind: Format, content: bytes) -> Path:

@@ -79,7 +79,7 @@ def measure(part: Part, seconds: float, rounds: int) -> dict[str, Any]:
             cases = list(cpu_cases.model(part.suite, part.length, dtype, batch=part.batch, train=train))
         runners = {one.name: Runner(one.call, turns=2 if one.role == "base" else 1) for one in cases}
         race(list(runners.values()), CPU, rounds=rounds, seconds=seconds, warm_up_seconds=WARM_UP_SECONDS)
-    exact = [name for name in (cpu_cases.SDPA, "exact", "full") if name in runners and runners[name].status == OK]
+    exact = [name for name in cpu_cases.EXACT if name in runners and runners[name].status == OK]
     best = min(exact, key=lambda name: float(np.median(_times(runners[name], part.threads)[0])), default=None)
     base = runners[cpu_cases.SDPA]
     rows = []

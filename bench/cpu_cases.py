@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -11,35 +10,17 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from approx.conversion import surgery
-from approx.mechanisms import MECHANISMS
+from approx.mechanisms import MECHANISMS, Mechanism
 from approx.planning.plan import Plan
 from approx.planning.positions import example_inputs
 from approx.seam.attention_free import attention_free
 from bench.cpu_peers import LONGEST_REFERENCE, fast_transformers_peers, transformers_peers
 
 HEADS, SIZE, LAYERS = 12, 64, 2
-# These save nothing: they materialise or sort all pairs.
-REFERENCES = ("full", "exact-topk")
+EXACT = tuple(name for name, kind in MECHANISMS.items() if kind.always_exact)
+# These save nothing.
+REFERENCES = tuple(name for name, kind in MECHANISMS.items() if kind.quadratic)
 SDPA, CEILING = "sdpa", "no attention"
-
-# Settings that replace the defaults; the targets name them.
-_SETTINGS: Mapping[str, tuple[dict[str, Any], ...]] = MappingProxyType(
-    {
-        "clustered": ({"iterations": 3}, {"iterations": 10}),
-        "improved-clustered": ({"iterations": 3}, {"iterations": 10}),
-        "local": ({"left": 128, "right": 128},),
-        "adaptive-span": ({"max_span": 256},),
-        "fixed": ({"stride": None},),
-    }
-)
-_CAUSAL_SETTINGS: Mapping[str, tuple[dict[str, Any], ...]] = MappingProxyType(
-    {
-        "local": ({"left": 128, "right": 0},),
-        "sinks": ({"window": 252},),
-        "adaptive-span": ({"max_span": 256},),
-        "fixed": ({"stride": None},),
-    }
-)
 
 
 class Case(NamedTuple):
@@ -66,10 +47,10 @@ def cases(
     chosen: Mapping[str, tuple[dict[str, Any], ...]] | None = None,
     short: Sequence[str] = REFERENCES,
 ) -> list[Case]:
-    """Every mechanism with this form, except SDPA, which is the base; `chosen` are settings that replace those above, and
-    mechanisms in `short` run only on short inputs.
+    """Every mechanism with this form, except SDPA, which is the base; `chosen` are settings that replace those of the
+    mechanism, and mechanisms in `short` run only on short inputs.
     """
-    chosen = (_CAUSAL_SETTINGS if causal else _SETTINGS) if chosen is None else chosen
+    chosen = {} if chosen is None else chosen
     variants = []
     for name, kind in MECHANISMS.items():
         able = (kind.supports_causal if causal else kind.supports_bidirectional) and (
@@ -77,10 +58,15 @@ def cases(
         )
         if name == SDPA or not able or (name in short and length > LONGEST_REFERENCE):
             continue
-        for settings in chosen.get(name, ({},)):
+        for settings in chosen.get(name) or settings_of(kind, causal):
             told = " ".join(f"{key}={value}" for key, value in settings.items())
             variants.append(Case(f"{name} {told}".strip(), name, settings))
     return variants
+
+
+def settings_of(kind: type[Mechanism], causal: bool) -> tuple[dict[str, Any], ...]:
+    """The settings of a mechanism that are timed in this form, which targets name; its defaults if it names none."""
+    return kind.timed.get("causal" if causal else "bidirectional", ({},))
 
 
 def mechanism_of(case: Case, causal: bool, heads: int = HEADS) -> Any:

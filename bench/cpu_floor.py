@@ -30,7 +30,6 @@ void search(const uint64_t *words, const uint64_t *centroids, int64_t heads, int
 """)
 # The chunk of causal linear attention.
 _CHUNK = 64
-EXACT = ("full", "sdpa", "exact", "flash")
 # Largest time over floor allowed for each mechanism, with these settings or any.
 _LIMITS = {"linear": 2.0, "local": 2.4, "bigbird": 2.4, "clustered iterations=3": 4.5, "improved-clustered": 6.0}
 
@@ -164,7 +163,7 @@ def work_of(case: cpu_cases.Case, length: int, causal: bool, tile: int = 0) -> W
     # Queries, keys, values and outputs once.
     io = numbers = 4 * size
     signs = 0
-    if case.mechanism in EXACT:
+    if case.mechanism in cpu_cases.EXACT:
         flops = 4 * size * length * half
     elif case.mechanism == "linear" and not case.settings:
         flops = 4 * size**2 + (2 * size * _CHUNK if causal else 0)

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bench.cpu_cases import CEILING
+from bench.cpu_cases import CEILING, EXACT, REFERENCES
 from bench.cpu_peers import COUNTERPARTS
 from bench.pages import asked_and_found
 from bench.parts import find, noise, row
@@ -129,7 +129,7 @@ def exponents(made: dict[str, Any]) -> dict[str, float]:
             THREADS,
         ):
             for one in part["contenders"]:
-                exact = one["name"] in ("sdpa", "exact", "full", "exact-topk")
+                exact = one["name"] in (*EXACT, *REFERENCES)
                 # Below this, buffers of a fixed size dominate.
                 if one["role"] == "variant" and one["status"] == "ok" and not exact and part["length"] >= 1024:
                     points.setdefault(one["name"], []).append((part["length"], one["peak_mb"]))

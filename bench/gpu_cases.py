@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.cpu_cases import HEADS, SIZE, Case, cases, mechanism_of
+from approx.mechanisms import MECHANISMS
+from bench.cpu_cases import HEADS, SIZE, Case, cases, mechanism_of, settings_of
 from bench.gpu_peers import Attention, Inputs, Step, peers, scaled
 
 # Tokens per step, in samples of any length; shorter steps are bound by launches.
@@ -15,23 +16,17 @@ TOKENS = 16_384
 SUITES = ("attention", "attention-causal", "attention-padded")
 # Mechanisms that read a padding mask without synchronising.
 PADDED = ("exact", "flash", "linear", "performer", "clustered", "improved-clustered", "local", "lsh", "exact-topk")
-# Settings that replace the defaults; the targets name them.
+# Settings that replace those timed on a CPU; the targets name them.
 SETTINGS: Mapping[str, tuple[dict[str, Any], ...]] = MappingProxyType(
     {
-        "clustered": ({"iterations": 3}, {"iterations": 10}),
-        "improved-clustered": ({"iterations": 3}, {"iterations": 10}),
         "local": ({"left": 128, "right": 128}, {"left": 256, "right": 256}),
         "lsh": ({"rounds": 1}, {"rounds": 4}),
-        "adaptive-span": ({"max_span": 256},),
-        "fixed": ({"stride": None},),
     }
 )
 CAUSAL_SETTINGS: Mapping[str, tuple[dict[str, Any], ...]] = MappingProxyType(
     {
         "local": ({"left": 512, "right": 0},),
         "sinks": ({"window": 508},),
-        "adaptive-span": ({"max_span": 256},),
-        "fixed": ({"stride": None},),
     }
 )
 # Forms with separate kernels that are not measured in models, besides the settings above or the defaults; the last form of
@@ -78,7 +73,13 @@ def of_suite(suite: str, length: int) -> list[Case]:
     causal = suite in ("attention-causal", "gpt2", "decode")
     chosen = CAUSAL_SETTINGS if causal else SETTINGS
     if suite in SUITES:
-        chosen = {**chosen, **{name: (*chosen.get(name, ({},)), *forms) for name, forms in FORMS.items()}}
+        chosen = {
+            **chosen,
+            **{
+                name: (*(chosen.get(name) or settings_of(MECHANISMS[name], causal)), *forms)
+                for name, forms in FORMS.items()
+            },
+        }
     if suite == "decode":
         chosen = {**chosen, "performer": ({}, *FORMS["performer"])}
     selected = cases(causal, length, decoding=suite == "decode", chosen=chosen, short=("full",))

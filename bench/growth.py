@@ -124,7 +124,8 @@ def record() -> dict[str, Any]:
     neighbours = Neighbours()
     cases = []
     for case in track(CASES, "measuring", console=Console(stderr=True)):
-        exact = MECHANISMS[case.mechanism].exact_settings(1) == {} or case.mechanism == "exact-topk"
+        kind = MECHANISMS[case.mechanism]
+        exact = kind.always_exact or kind.quadratic
         points = [measure(case, length) for length in LENGTHS if not exact or length <= LONGEST_EXACT]
         fitted = [point for point in points if point["status"] == "ok"]
         cases.append(

@@ -7,38 +7,9 @@ from hypothesis import strategies as st
 
 from approx.mechanisms import MECHANISMS
 
-# Small enough for every mechanism to approximate on a few dozen tokens.
-SMALL = {
-    "clustered": {"clusters": 4, "iterations": 3, "chunk": 4},
-    "improved-clustered": {"clusters": 4, "topk": 5, "iterations": 3, "chunk": 4},
-    "local": {"left": 4, "right": 2},
-    "block": {"size": 5, "shift": 2},
-    "strided": {"stride": 3},
-    "fixed": {"stride": 6, "summary": 2},
-    "bigbird": {"block": 3, "random": 1},
-    "sinks": {"sinks": 2, "window": 4},
-    "longformer": {"window": 4, "global_tokens": [0, 3]},
-    "exact-topk": {"topk": 5},
-    "performer": {"features": 16},
-    "lsh": {"rounds": 3, "cluster": 4},
-    "adaptive-span": {"max_span": 3, "ramp": 2},
-}
-# Settings that change the computation, named by mechanism and a description.
-VARIANTS = {
-    "ltr four ways": {"both_directions": True, "mode": "heads"},
-    "bigbird compatible": {"block": 3, "random": 2, "compatible": True},
-    "clustered frozen": {"clusters": 4, "frozen": True},
-    "improved-clustered frozen": {"clusters": 4, "topk": 5, "frozen": True},
-    # All features can be 0; then eps shows in the sum of the weights.
-    "linear t2r": {"feature_map": "t2r", "eps": 1e-12},
-    "linear hedgehog window": {"feature_map": "hedgehog", "window": 4},
-    "lsh dedup": {"rounds": 3, "cluster": 4, "dedup": True},
-    "lsh shared": {"rounds": 3, "cluster": 4, "variant": "shared"},
-    "performer relu": {"features": 16, "kernel": "relu"},
-    "adaptive-span calibrated": {"max_span": 50, "ramp": 3, "start": "calibrated", "keep": 0.5},
-}
-SMALL |= VARIANTS
-KINDS = MECHANISMS | {name: MECHANISMS[name.split()[0]] for name in VARIANTS}
+# Every mechanism and its variants, named by both, with settings small enough to approximate on a few dozen tokens.
+KINDS = {f"{name} {variant}".strip(): kind for name, kind in MECHANISMS.items() for variant in kind.examples}
+SMALL = {name: KINDS[name].examples[name.partition(" ")[2]] for name in KINDS}
 FORMS = [
     (name, causal)
     for name, mechanism in KINDS.items()

@@ -22,23 +22,24 @@ MAY_IMPORT = {
     "approx.errors": "",
     "approx.version": "",
     "approx.paths": "approx.errors",
+    "approx.registry": "approx.errors",
     "approx.yaml_text": "approx.errors",
     "approx.text_file": "approx.errors",
     "approx.validation": "approx.errors approx.yaml_text",
     "approx.registration": "",
-    "approx.mechanisms": "approx.errors approx_kernels",
+    "approx.mechanisms": "approx.errors approx.registry approx_kernels",
     "approx.seam": "approx.errors approx.mechanisms approx_kernels",
     "approx.checkpoints": "approx.errors approx.paths approx.version approx.validation approx.planning.positions approx.seam approx.mechanisms approx_kernels",
     "approx.planning": "approx.errors approx.validation approx.yaml_text approx.seam approx.mechanisms approx_kernels",
     "approx.conversion": "approx.errors approx.paths approx.text_file approx.version approx.planning approx.checkpoints approx.seam approx.mechanisms approx_kernels",
-    "approx.tasks": "approx.errors approx.text_file",
+    "approx.tasks": "approx.errors approx.registry approx.text_file",
     "approx.evaluation": "approx.errors approx.paths approx.validation approx.version approx.tasks approx_kernels.runtime.cache_folder approx_kernels.runtime.atomic_file",
     "approx.finetuning": "approx.errors approx.paths approx.validation approx.version approx.evaluation approx.tasks approx.conversion approx.planning approx.checkpoints approx.seam approx_kernels",
     "approx.recipe": "approx.errors approx.validation approx.yaml_text approx.evaluation.options approx.finetuning.options approx.planning.rule approx.pushing.options approx.searching.options",
     "approx.grid": "approx.errors approx.validation approx.recipe approx.planning.rule",
     "approx.measuring": "approx.errors approx.version approx.text_file approx.recipe approx.evaluation approx.tasks approx.conversion approx.planning approx.checkpoints approx.seam approx_kernels",
     "approx.searching": "approx.errors approx.text_file approx.validation approx.recipe approx.measuring approx.finetuning approx.evaluation approx.tasks approx.conversion approx.planning approx.checkpoints approx.seam approx.mechanisms approx_kernels",
-    "approx.publishing": "approx.errors approx.paths approx.version approx.evaluation.record approx_kernels.runtime.atomic_file",
+    "approx.publishing": "approx.errors approx.paths approx.registry approx.version approx.evaluation.record approx_kernels.runtime.atomic_file",
     "approx.pushing": "approx.errors approx.paths approx.validation approx.version approx.publishing approx.evaluation.record approx.tasks approx.conversion approx.checkpoints approx.seam",
     "approx.patterns": "approx.errors approx.mechanisms approx.publishing approx.evaluation.bench approx.evaluation.options approx.evaluation.record approx_kernels",
     "approx.doctor": "approx.errors approx.measuring approx.tasks approx_kernels",
@@ -111,7 +112,8 @@ def broken_import_rules(source: str, module: str, is_package: bool = False) -> l
             | {"torch", "triton", *(["transformers"] if within(module, "approx.seam") else [])}
         ):
             wrong.append(f"{module} imports {target}, but a checkpoint carries it to where only torch is")
-        if travels and target in NAMES:
+        # The `__init__.py` of a package stays behind.
+        if travels and target in NAMES and not is_package:
             wrong.append(f"{module} imports the module {target}; in a checkpoint only names in modules can be imported")
         if torchless and top in {"torch", "transformers", "triton"}:
             wrong.append(f"{module} imports {target}, but must do without torch")

@@ -11,6 +11,7 @@ import importlib.util
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from approx.mechanisms import MECHANISMS
 from approx.seam.dispatch import FORMAT
@@ -52,7 +53,13 @@ def auto_map(config_class: type, model_class: type) -> dict[str, str]:
 
 
 def write_code(
-    folder: Path, config_class: type, model_class: type, mechanisms: Iterable[str], *, kernels: bool
+    folder: Path,
+    config_class: type,
+    model_class: type,
+    mechanisms: Iterable[str],
+    *,
+    kernels: bool,
+    packages: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Path]:
     """Write the code that makes a converted checkpoint loadable without this tool.
 
@@ -62,21 +69,26 @@ def write_code(
         model_class: Stock class of the converted model.
         mechanisms: Names of the mechanisms that the checkpoint uses; only their code is written.
         kernels: Whether to write dispatch, C and Triton too, in many files.
+        packages: Mechanism -> package, for those that are code of another package, which does not go along. The folder
+            then loads only where approx and that package are installed.
 
     Returns:
         The files written.
     """
     used = tuple(sorted(set(mechanisms)))
     family = _file(config_class.model_type)  # type: ignore[attr-defined]  # every config class has it
+    base_class = _refusal(packages) if packages else _own_code(used, kernels)
     sources = {
-        **_sources(used, kernels),
+        **(_only(_INTERNALS) if packages else _sources(used, kernels)),
         f"configuration_approx_{family}": _configuration(config_class),
-        f"modeling_approx_{family}": _modeling(config_class, model_class, used, kernels=kernels),
+        f"modeling_approx_{family}": _modeling(
+            config_class, model_class, base_class, kernels=kernels, required=bool(packages)
+        ),
     }
     written = []
     for name, text in sorted(sources.items()):
         path = folder / f"{name}.py"
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text.replace(NOTE, _note(packages), 1), encoding="utf-8")
         written.append(path)
     return written
 
@@ -106,6 +118,11 @@ def _sources(mechanisms: tuple[str, ...], kernels: bool) -> Mapping[str, str]:
         used = {name: c_sources.source(name) for name in c_sources.names() if f'"{name}"' in whole}
         sources[_flat(_C_SOURCES)] = _inlined(used)
     return sources
+
+
+def _only(module: str) -> Mapping[str, str]:
+    """The text of a module that imports no other of ours, by file name without `.py`."""
+    return {_flat(module): _flatten(module, kernels=False)[0]}
 
 
 def _flatten(module: str, kernels: bool) -> tuple[str, list[str]]:
@@ -157,7 +174,7 @@ class {config_class_name(config_class)}({name}):
 '''  # type: ignore[attr-defined]  # every config class has model_type
 
 
-def _modeling(config_class: type, model_class: type, mechanisms: Iterable[str], *, kernels: bool) -> str:
+def _modeling(config_class: type, model_class: type, base_class: str, *, kernels: bool, required: bool) -> str:
     family = config_class.model_type  # type: ignore[attr-defined]  # every config class has it
     stock = sorted({*auto_classes(family).values(), model_class.__name__})
     classes = "".join(
@@ -167,19 +184,38 @@ def _modeling(config_class: type, model_class: type, mechanisms: Iterable[str], 
     )
     imports = "".join(f"    {name},\n" for name in stock)
     configuration = f"from .configuration_approx_{_file(family)} import {config_class_name(config_class)}\n"
-    base_class = _own_code(mechanisms, kernels)
     if not kernels:
         # The installed package's base class runs C and Triton.
         configuration = f"from .{_flat(_INTERNALS)} import installed_model\n{configuration}"
+        how = ", required=True" if required else ""
         indented = "".join(f"    {line}\n" for line in base_class.splitlines())
         base_class = (
-            f'\nApproxModel = installed_model(layout={FORMAT}, version="{__version__}")\n'
+            f'\nApproxModel = installed_model(layout={FORMAT}, version="{__version__}"{how})\n'
             f"if ApproxModel is None:\n{indented}"
         )
     return (
         f'{NOTE}\n"""The converted classes of the family."""\n\nfrom transformers import (\n{imports})\n\n'
         f"{configuration}{base_class}{classes}"
     )
+
+
+def _note(packages: Mapping[str, str]) -> str:
+    if not packages:
+        return NOTE
+    needed = ", ".join(["torch", "transformers", "approx-attention", *dict.fromkeys(packages.values())])
+    return NOTE.replace("torch and transformers, and nothing else", needed)
+
+
+def _refusal(packages: Mapping[str, str]) -> str:
+    """A statement that says what a folder needs, where it is loaded without the installed package."""
+    names = ", ".join(f"'{name}' of the package {package}" for name, package in packages.items())
+    ours = f"'approx-attention>={__version__},<{int(__version__.split('.')[0]) + 1}'"
+    needed = " ".join([ours, *dict.fromkeys(packages.values())])
+    message = (
+        f"This checkpoint attends by code that is not in its folder: {names}. Install what it needs, if you trust it: "
+        f"pip install {needed}"
+    )
+    return f"raise ImportError({message!r})\n"
 
 
 def _own_code(mechanisms: Iterable[str], kernels: bool) -> str:

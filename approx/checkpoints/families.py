@@ -11,7 +11,7 @@ import transformers
 from approx.checkpoints import bundle
 from approx.errors import ApproxError, Exit, shown
 from approx.mechanisms import BUILT_IN, MECHANISMS
-from approx.seam.dispatch import parts
+from approx.seam.dispatch import parts, refuse_unknown
 from approx.seam.internals import auto_classes, register_model
 from approx.seam.model import ApproxModel
 
@@ -40,7 +40,7 @@ class _LocalModel(ApproxModel):
         Raises:
             ApproxError: if a mechanism was added at run time, so that the folder could not be loaded.
         """
-        refuse_added(_used(self.config))
+        refuse_added(_used(self.config), bundle_kernels=self.config.approx.get("bundle_kernels", False))
         self.config.auto_map = bundle.auto_map(stock_class(type(self.config)), stock_class(type(self)))
         # Code of the base that transformers' `pipeline` would run.
         vars(self.config).pop("custom_pipelines", None)
@@ -152,32 +152,55 @@ def write_code(folder: Path, config: Any, stock: type) -> None:
     """
     used = _used(config)
     kernels = config.approx.get("bundle_kernels", False)
-    bundle.write_code(folder, stock_class(type(config)), stock, used, kernels=kernels)
+    bundle.write_code(folder, stock_class(type(config)), stock, used, kernels=kernels, packages=outside(config))
 
 
-def refuse_added(mechanisms: Iterable[str]) -> None:
-    """Refuse mechanisms whose code a folder cannot carry, so that it could not be loaded again.
+def outside(config: Any) -> dict[str, str]:
+    """Mechanism of another package -> that package as pip takes it, for those that a converted config uses."""
+    every = [part for site in config.approx["sites"].values() for part in parts(site)]
+    used = {part["mechanism"]: part for part in every if part["mechanism"] not in BUILT_IN}
+    return {name: str(part.get("package")) for name, part in sorted(used.items())}
+
+
+def refuse_added(mechanisms: Iterable[str], *, bundle_kernels: bool) -> None:
+    """Refuse mechanisms that nobody could load again from a folder.
+
+    Args:
+        mechanisms: Their names.
+        bundle_kernels: Whether the folder is to include the C and Triton of its mechanisms.
 
     Raises:
-        ApproxError: naming those that were added to the registry at run time.
+        ApproxError: naming those that were added to the registry at run time, or that are of another package while the
+            folder is to include their code.
     """
-    added = sorted({name for name in mechanisms if MECHANISMS.get(name) is not BUILT_IN.get(name)})
-    if added:
+    names = sorted(set(mechanisms))
+    if bundle_kernels and (of_others := [name for name in names if MECHANISMS.origin(name)]):
+        raise ApproxError(
+            f"--bundle-kernels cannot carry the code of {', '.join(map(repr, of_others))}, which is in another package. "
+            "Leave it out: whoever loads the folder installs that package.",
+            Exit.UNSUPPORTED,
+        )
+    if added := [
+        name for name in names if MECHANISMS.get(name) is not BUILT_IN.get(name) and MECHANISMS.origin(name) is None
+    ]:
         raise ApproxError(
             f"The code of {', '.join(map(repr, added))} cannot be saved with a model, because it was added to "
-            "MECHANISMS at run time, so the folder could not be loaded. Measure such a model in memory, or add the "
-            "mechanism's file to approx/mechanisms and its line to the registry there.",
+            "MECHANISMS at run time, so the folder could not be loaded. Measure such a model in memory, or install the "
+            "mechanism as a package with an entry point (see CONTRIBUTING.md).",
             Exit.UNSUPPORTED,
         )
 
 
 def _used(config: Any) -> set[str]:
     """Names of the mechanisms of a converted config."""
-    used = {part["mechanism"] for site in config.approx["sites"].values() for part in parts(site)}
-    if unknown := sorted(used - MECHANISMS.keys()):
-        raise ApproxError(
-            f"config.json names the mechanism {shown(unknown[0])}, which this version of approx does not have. Convert "
-            "the base again, or use the version that converted it.",
-            Exit.UNAVAILABLE,
-        )
-    return used
+    every = [part for site in config.approx["sites"].values() for part in parts(site)]
+    for part in every:
+        if "package" in part:
+            refuse_unknown(part)
+        if part["mechanism"] not in MECHANISMS:
+            raise ApproxError(
+                f"config.json names the mechanism {shown(part['mechanism'])}, which this version of approx does not "
+                "have. Convert the base again, or use the version that converted it.",
+                Exit.UNAVAILABLE,
+            )
+    return {part["mechanism"] for part in every}

@@ -20,6 +20,8 @@ class _Strict(BaseModel):
 
 class _Part(_Strict):
     mechanism: str
+    # The package whose code the mechanism is, if it is not ours, as pip takes it.
+    package: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+==[A-Za-z0-9._+!-]+$")] | None = None
     settings: dict[str, Any]
     exact_below: _Number = 0
     recompute: bool = False

@@ -48,6 +48,7 @@ def mechanisms(
     ] = None,
 ) -> None:
     """List the mechanisms with what they support, when they are exact, and their papers; or explain one."""
+    from approx.mechanisms import MECHANISMS
     from approx.planning.plan import support
 
     rows = [row for row in support(family) if name in (None, row["name"])]
@@ -74,6 +75,7 @@ def mechanisms(
         reasons.setdefault(row["compiles"], []).append(row["name"])
     reasons.pop("whole", None)
     notes = [f"Compiled as one operator: {', '.join(named)}. {reason}" for reason, named in reasons.items()]
+    notes += [f"'{row['name']}' comes from the package {row['package']}." for row in rows if row["package"]]
     if name is not None:
         about = _mechanism(name)
         shown = [*about["description"], f"Exact when: {rows[0]['exact_when']}", _settings(about["settings"]), matrix]
@@ -84,6 +86,8 @@ def mechanisms(
         [[row["name"], settings_text(row["settings"]), row["exact_when"], row["source"]] for row in rows],
     )
     terminal.result({"mechanisms": rows}, matrix, *notes, papers)
+    for line in MECHANISMS.broken():
+        terminal.note(f"Warning: {line}")
     terminal.note("Next: approx mechanisms NAME explains the settings of one.")
 
 
@@ -117,7 +121,12 @@ def tasks(
                     group[0]["dataset"] or "–",
                 ]
             )
-        terminal.result({"tasks": every}, table(["task", "what it is", "metrics", "settings", "hub dataset"], rows))
+        notes = [f"'{row['name']}' comes from the package {row['package']}." for row in every if row["package"]]
+        terminal.result(
+            {"tasks": every}, table(["task", "what it is", "metrics", "settings", "hub dataset"], rows), *notes
+        )
+        for line in TASKS.broken():
+            terminal.note(f"Warning: {line}")
         terminal.note("Next: approx tasks NAME explains the metrics, settings and files of one.")
         return
     about, explained = _task(name), _metrics(name)
@@ -126,6 +135,7 @@ def tasks(
         [[metric, *told.values()] for metric, told in explained.items()],
     )
     facts = {
+        "Package": about["package"] or "",
         "Head": f"{about['head']} ({about['auto_class']})",
         "Classes": ", ".join(about["labels"]),
         "Hub dataset": about["dataset"] or "",
@@ -153,12 +163,13 @@ def _mechanism(name: str) -> dict[str, Any]:
 
 
 def _task(name: str) -> dict[str, Any]:
-    from approx.tasks import ORDER, SHARED, kind_of, open_task, settings_of
+    from approx.tasks import ORDER, SHARED, TASKS, kind_of, open_task, settings_of
 
     task, kind = open_task(name), kind_of(name)
     meanings, reading = ORDER | SHARED | arguments(kind), arguments(kind.read)
     return {
         "name": name,
+        "package": None if (origin := TASKS.origin(name)) is None else origin.pinned,
         "description": description(kind),
         "head": task.head.name,
         "auto_class": task.head.auto_class,

@@ -1,46 +1,28 @@
 """The names that options take, for completion and early checks; found without torch, which takes seconds to import."""
 
-import ast
 from collections.abc import Callable, Iterable
-from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
 
 import typer
 
 from approx.errors import did_you_mean
-
-
-@cache
-def written(module: str, table: str) -> tuple[str, ...]:
-    """The keys of a dictionary, or the elements of a tuple, that a module defines or fills; read from its source, not imported."""
-    spec = find_spec(module)
-    if spec is None or spec.origin is None:
-        raise ImportError(f"The source of {module} is missing")
-    for node in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body:
-        targets = [node.target] if isinstance(node, ast.AnnAssign | ast.AugAssign) else getattr(node, "targets", [])
-        if any(isinstance(target, ast.Name) and target.id == table for target in targets):
-            value = getattr(node, "value", None)
-            parts = value.keys if isinstance(value, ast.Dict) else getattr(value, "elts", [])
-            return tuple(ast.literal_eval(part) for part in parts if part is not None)
-    raise ImportError(f"{module} defines no {table}")
+from approx.registry import added, written
 
 
 def mechanisms() -> tuple[str, ...]:
     """Names of the mechanisms."""
-    return written("approx.mechanisms", "MECHANISMS")
+    return tuple(dict.fromkeys((*written("approx.mechanisms", "BUILT_IN"), *added("approx.mechanisms"))))
 
 
 def families() -> tuple[str, ...]:
     """Names of the families that are tested."""
-    return written("approx.checkpoints.families", "FAMILIES")
+    return tuple(written("approx.checkpoints.families", "FAMILIES"))
 
 
 def tasks() -> tuple[str, ...]:
     """Names of the tasks."""
     from approx.tasks import TASKS
 
-    return tuple(TASKS)
+    return tuple(dict.fromkeys((*TASKS.here, *added(TASKS.group))))
 
 
 def is_task(name: str) -> bool:

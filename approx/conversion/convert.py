@@ -409,7 +409,7 @@ def write_card(
     record, stock = model.config.approx, families.stock_class(type(model))
     made = conversion(record)
     assert made is not None  # the history is written before the card
-    base, auto = made.base, families.auto_class(stock)
+    base, auto, packages = made.base, families.auto_class(stock), families.outside(model.config)
     parts = [part for site in sorted(record["sites"].values(), key=lambda s: s["layer"]) for part in described(site)]
     # The hub would take the name of a local folder for a model id.
     named = {"base_model": base.name, "base_model_relation": "finetune"} if base.revision else {}
@@ -443,7 +443,8 @@ def write_card(
         steps=[_sentence(step) for step in history(record)],
         cautions=_cautions(receipt, trained=bool(trainings(record)), published=published),
         carried=sorted(made.carried),
-        code=_RUNS[bool(record.get("bundle_kernels"))],
+        code="" if packages else _RUNS[bool(record.get("bundle_kernels"))],
+        packages=packages,
         auto=auto,
         reader=reader,
         read="tokenizer" if reader == "AutoTokenizer" else "processor",
@@ -746,7 +747,7 @@ def convert(
     plan = with_separator(plan, lambda: of_checkpoint(source))
     facts = anatomy(source.config, source.stock_class)
     plan.resolve(facts)
-    refuse_added(rule.mechanism for rule in plan.rules)
+    refuse_added((rule.mechanism for rule in plan.rules), bundle_kernels=bundle_kernels)
     if max_length is not None:
         positions.extendable(source.config, facts.architecture, max_length)
     file = None if calibrate is None else CalibrationFile.read(calibrate, source.stock_class.main_input_name)

@@ -27,7 +27,7 @@ from torch import Tensor, get_num_threads
 from approx.checkpoints import checkpoint, manifest
 from approx.checkpoints.bundle import auto_map
 from approx.checkpoints.checkpoint import Source, adapter_names, settings, weight_files
-from approx.checkpoints.families import stock_class, stock_config, write_code
+from approx.checkpoints.families import outside, stock_class, stock_config, write_code
 from approx.checkpoints.foreign import carried, code_files, differences, is_code, never_ours, plainly
 from approx.checkpoints.history import Check, conversion
 from approx.conversion import clean_process, surgery
@@ -337,9 +337,11 @@ def fresh_process(folder: Path, model: Any) -> Check:
     """Whether a new process without approx, approx_kernels and triton loads the folder and gives bit-equal outputs.
 
     A folder without kernels runs plain PyTorch there, so it is compared with plain PyTorch here. The process runs the
-    code that this version writes, and only if the code in the folder equals it.
+    code that this version writes, and only if the code in the folder equals it. A folder that needs the code of other
+    packages is loaded here.
     """
-    name = "reload without approx is bit-equal"
+    packages = outside(model.config)
+    name = "reload with the packages it needs is bit-equal" if packages else "reload without approx is bit-equal"
     stock = stock_class(type(model))
     if foreign := differences(folder, model.config, stock):
         return Check(name, False, f"not run, since {', '.join(foreign)} is not what this version writes")
@@ -356,26 +358,35 @@ def fresh_process(folder: Path, model: Any) -> Check:
     longer = tried[1:] or (tried if uncached else [])
     inputs += [{key: tensor[-1:] for key, tensor in _examples(model, trial).items()} for trial in longer]
     slim = not model.config.approx.get("bundle_kernels", False)
-    with (
-        implementation("plain") if slim else nullcontext(),
-        evaluating(model),
-        widened(model),
-        all_open(model),
-        torch.inference_mode(),
-    ):
-        here = [model(**inputs[0])[0], *(model.base_model(**each, **uncached)[0] for each in inputs[1:])]
-    with TemporaryDirectory(prefix="approx-copy-") as scratch:
-        _copy_with_our_code(folder, Path(scratch), model)
-        try:
-            there = first_outputs(Path(scratch), auto or "AutoModel", inputs)
-        except ReloadError as error:
-            return Check(name, False, str(error))
+
+    def outputs(one: Any) -> list[Tensor]:
+        with implementation("plain") if slim else nullcontext(), evaluating(one), widened(one), all_open(one):
+            first = one(**inputs[0])[0]
+            return [first, *(one.base_model(**each, **uncached)[0] for each in inputs[1:])]
+
+    with torch.inference_mode():
+        here = outputs(model)
+    try:
+        if packages:
+            again = checkpoint.load(folder, offline=True).model
+            with torch.inference_mode():
+                there = outputs(again)
+        else:
+            with TemporaryDirectory(prefix="approx-copy-") as scratch:
+                _copy_with_our_code(folder, Path(scratch), model)
+                there = first_outputs(Path(scratch), auto or "AutoModel", inputs)
+    except (ReloadError, ApproxError) as error:
+        return Check(name, False, str(error))
     pairs = list(zip(here, there, strict=True))
     largest = max(float((one.float() - other.float()).abs().max()) for one, other in pairs)
     lengths = [tried[0].length, *(trial.real for trial in tried[1:])]
     same = all(torch.equal(*pair) for pair in pairs)
-    ran = " in plain PyTorch" if slim else ""
+    ran = f" with {_named(packages)}" if packages else " in plain PyTorch" if slim else ""
     return Check(name, same, f"largest difference {largest:.1e}{ran}{_at(model, lengths)}", lengths)
+
+
+def _named(packages: Mapping[str, str]) -> str:
+    return ", ".join(f"'{name}' of {package}" for name, package in packages.items())
 
 
 def _copy_with_our_code(folder: Path, target: Path, model: Any) -> None:
@@ -711,10 +722,19 @@ def _diffs(source: Source, *, offline: bool) -> tuple[dict[str, str], bool]:
 def _code(source: Source, diffs: Mapping[str, str], *, whole: bool) -> Check:
     name = "code is what this version writes"
     if not diffs:
+        notes = []
         if extra := carried(source.config):
             names = ", ".join(extra)
-            note = f"the folder has code of the base too, which approx does not know and did not run: {names}. Read it"
-            return Check(name, None, note)
+            notes.append(
+                f"the folder has code of the base too, which approx does not know and did not run: {names}. Read it"
+            )
+        if packages := outside(source.config):
+            names = _named(packages)
+            notes.append(
+                f"it attends by code of installed packages, which approx does not know and these checks run: {names}"
+            )
+        if notes:
+            return Check(name, None, "; ".join(notes))
         unseen = "" if whole else "; other files in the repository on the hub were not listed"
         return Check(name, True if whole else None, f"approx {__version__}{unseen}")
     made = conversion(source.raw.get("approx") or {})

@@ -4,8 +4,9 @@ Letters in shapes, here and in `approx_kernels`: B batch, H heads, L queries, S 
 E value size, C clusters, K kept keys, M random features, G any number of heads, n sequence length where L = S.
 """
 
-from types import MappingProxyType
+from collections.abc import Mapping
 
+from approx.mechanisms import mechanism
 from approx.mechanisms.adaptive_span import AdaptiveSpanAttention
 from approx.mechanisms.bigbird import BigBirdAttention
 from approx.mechanisms.block import BlockAttention
@@ -18,14 +19,16 @@ from approx.mechanisms.linear import LinearAttention
 from approx.mechanisms.local import LocalAttention
 from approx.mechanisms.longformer import LongformerAttention
 from approx.mechanisms.lsh import LshAttention
-from approx.mechanisms.mechanism import MECHANISMS, Mechanism
+from approx.mechanisms.mechanism import Mechanism
 from approx.mechanisms.one_operator import attend_as_one_operator
 from approx.mechanisms.performer import PerformerAttention
 from approx.mechanisms.sinks import SinksAttention
 from approx.mechanisms.strided import StridedAttention
+from approx.registry import Registry
 from approx_kernels.dispatch.opaque import name_kind
 
-MECHANISMS |= {
+# Those whose code a converted folder can carry.
+BUILT_IN: Mapping[str, type[Mechanism]] = {
     "full": FullAttention,
     "sdpa": SdpaAttention,
     "exact": ExactAttention,
@@ -48,10 +51,22 @@ MECHANISMS |= {
     "adaptive-span": AdaptiveSpanAttention,
 }
 
-# Those whose code a converted folder can carry. What is added to `MECHANISMS` at run time works in memory only.
-BUILT_IN = MappingProxyType(dict(MECHANISMS))
+
+def _usable(kind: object) -> type[Mechanism]:
+    """What another package calls a mechanism, if it is a complete one."""
+    if not (isinstance(kind, type) and issubclass(kind, Mechanism)):
+        raise TypeError(f"{kind!r} is not a subclass of approx.mechanisms.Mechanism")
+    mechanism.refuse_incomplete(kind)
+    name_kind(kind)
+    return kind
+
+
+# Those that a plan can name: of this package, of other packages with entry points `approx.mechanisms`, and what is
+# added at run time, which works in memory only.
+MECHANISMS: Registry[type[Mechanism]] = Registry("approx.mechanisms", "mechanism", BUILT_IN, _usable)
+mechanism.MECHANISMS = MECHANISMS
 
 Mechanism.as_one_operator = attend_as_one_operator  # pyright: ignore[reportAttributeAccessIssue]  # it names its arguments
-for kind in MECHANISMS.values():
+for kind in BUILT_IN.values():
     # Exported programs name the classes that their operators run.
     name_kind(kind)

@@ -1,6 +1,6 @@
 """Adaptive span: exact softmax attention within a soft window whose length each head learns."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,14 @@ class AdaptiveSpanAttention(Mechanism):
     trainable: ClassVar[bool] = True
     sparse: ClassVar[bool] = True
     compiles: ClassVar[str] = "Shapes depend on the learned spans."
+    examples: ClassVar[dict[str, dict[str, Any]]] = {
+        "": {"max_span": 3, "ramp": 2},
+        "calibrated": {"max_span": 50, "ramp": 3, "start": "calibrated", "keep": 0.5},
+    }
+    timed: ClassVar[dict[Literal["bidirectional", "causal"], tuple[dict[str, Any], ...]]] = {
+        "bidirectional": ({"max_span": 256},),
+        "causal": ({"max_span": 256},),
+    }
     source: ClassVar[str] = "Sukhbaatar et al. 2019, Adaptive Attention Span in Transformers, arXiv 1905.07799"
     exact_when: ClassVar[str] = "The span of every head >= the length of the sequence - 1."
 

@@ -1,12 +1,12 @@
 """BigBird attention: neighbouring, global and random blocks."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
 from approx.mechanisms.mechanism import Mechanism, seed_number, true_or_false, whole_number
 from approx_kernels.ops.blocks.api import bigbird_attention, draw_blocks
-from approx_kernels.ops.patterns.reference import left_out
+from approx_kernels.ops.patterns.reference import left_out, pattern_mask
 
 
 class BigBirdAttention(Mechanism):
@@ -41,8 +41,14 @@ class BigBirdAttention(Mechanism):
     supports_causal: ClassVar[bool] = False
     supports_decode: ClassVar[bool] = False
     sparse: ClassVar[bool] = True
+    token_settings: ClassVar[tuple[str, ...]] = ("block",)
     compiles: ClassVar[str] = "Shapes depend on the number of real tokens."
     ranges: ClassVar[dict[str, tuple[float, float]]] = {"draws": (0, 2**31 - 1)}
+    examples: ClassVar[dict[str, dict[str, Any]]] = {
+        "": {"block": 3, "random": 1},
+        "compatible": {"block": 3, "random": 2, "compatible": True},
+    }
+    searched: ClassVar[Literal["always", "healed", "named"]] = "always"
     source: ClassVar[str] = "Zaheer et al. 2020, Big Bird: Transformers for Longer Sequences, arXiv 2007.14062"
     exact_when: ClassVar[str] = (
         "2 blocks hold the real tokens of the sample; without `compatible` also 3, or as many as there are random blocks."
@@ -99,6 +105,10 @@ class BigBirdAttention(Mechanism):
         """One block more than the second block sees; with `compatible` a block between the first and the last."""
         seen = 2 if self.compatible and self.random else 4 + self.random
         return seen * self.block + 1
+
+    def pattern(self, length: int) -> Tensor:
+        """The pairs that it computes."""
+        return pattern_mask("bigbird", length, self.causal, self.settings)
 
     def approximated_pairs(self, length: int) -> float:
         """The pairs that the pattern leaves out."""

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from approx.mechanisms.mechanism import Mechanism, checked, whole_number
 from approx_kernels.ops.blocks.api import block_attention
-from approx_kernels.ops.patterns.reference import left_out
+from approx_kernels.ops.patterns.reference import left_out, pattern_mask
 
 
 class BlockAttention(Mechanism):
@@ -34,7 +34,10 @@ class BlockAttention(Mechanism):
 
     supports_decode: ClassVar[bool] = True
     sparse: ClassVar[bool] = True
+    token_settings: ClassVar[tuple[str, ...]] = ("size", "shift")
     compiles: ClassVar[str] = "Shapes depend on the number of real tokens."
+    examples: ClassVar[dict[str, dict[str, Any]]] = {"": {"size": 5, "shift": 2}}
+    searched: ClassVar[Literal["always", "healed", "named"]] = "always"
     source: ClassVar[str] = (
         "Qiu et al. 2019, Blockwise Self-Attention for Long Document Understanding, arXiv 1911.02972"
     )
@@ -94,6 +97,10 @@ class BlockAttention(Mechanism):
     def approximates_from(self) -> int:
         """One token beyond the last block that the first block sees."""
         return self.size * (1 + self.neighbours) - (0 if isinstance(self.shift, str) else self.shift) + 1
+
+    def pattern(self, length: int) -> Tensor:
+        """The pairs that it computes."""
+        return pattern_mask("block", length, self.causal, self.settings)
 
     def approximated_pairs(self, length: int) -> float:
         """The pairs that the pattern leaves out."""

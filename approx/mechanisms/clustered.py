@@ -1,6 +1,6 @@
 """Clustered attention, plain and improved: one row of attention weights for each group of similar queries."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
@@ -59,6 +59,16 @@ class ClusteredAttention(Mechanism):
     compiles: ClassVar[str] = (
         "Shapes depend on the number of real tokens, and k-means stops when no assignment changes."
     )
+    examples: ClassVar[dict[str, dict[str, Any]]] = {
+        "": {"clusters": 4, "iterations": 3, "chunk": 4},
+        "frozen": {"clusters": 4, "frozen": True},
+    }
+    timed: ClassVar[dict[Literal["bidirectional", "causal"], tuple[dict[str, Any], ...]]] = {
+        "bidirectional": ({"iterations": 3}, {"iterations": 10})
+    }
+    candidates: ClassVar[tuple[dict[str, Any], ...]] = ({"clusters": 25}, {"clusters": 100})
+    searched: ClassVar[Literal["always", "healed", "named"]] = "always"
+    colour: ClassVar[str | None] = "#22a08b"
     source: ClassVar[str] = "Vyas et al. 2020, Fast Transformers with Clustered Attention, arXiv 2007.04825"
     exact_when: ClassVar[str] = "clusters, or chunk where causal, >= the number of real tokens of the sample."
 
@@ -237,6 +247,12 @@ class ImprovedClusteredAttention(ClusteredAttention):
     Raises:
         ApproxError: if a setting is wrong.
     """
+
+    examples: ClassVar[dict[str, dict[str, Any]]] = {
+        "": {"clusters": 4, "topk": 5, "iterations": 3, "chunk": 4},
+        "frozen": {"clusters": 4, "topk": 5, "frozen": True},
+    }
+    colour: ClassVar[str | None] = "#2f7fd6"
 
     exact_when: ClassVar[str] = (
         "topk >= the number of real keys; or clusters, or chunk where causal, >= the number of real tokens."

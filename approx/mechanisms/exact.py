@@ -1,6 +1,6 @@
 """Exact attention: materialised, by PyTorch, by flash kernels, or by whatever is fastest on this machine."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
@@ -25,6 +25,7 @@ class ExactAttention(Mechanism):
     supports_decode: ClassVar[bool] = True
     always_exact: ClassVar[bool] = True
     compiles: ClassVar[str] = "The implementation is looked up at run time."
+    searched: ClassVar[Literal["always", "healed", "named"]] = "always"
     source: ClassVar[str] = "Vaswani et al. 2017, Attention Is All You Need, arXiv 1706.03762"
     exact_when: ClassVar[str] = "Always."
 
@@ -61,6 +62,7 @@ class SdpaAttention(Mechanism):
 
     supports_decode: ClassVar[bool] = True
     always_exact: ClassVar[bool] = True
+    colour: ClassVar[str | None] = "#8a8f98"
     source: ClassVar[str] = "Dao et al. 2022, FlashAttention, arXiv 2205.14135"
     exact_when: ClassVar[str] = "Always."
 
@@ -96,6 +98,8 @@ class FullAttention(Mechanism):
 
     supports_decode: ClassVar[bool] = True
     always_exact: ClassVar[bool] = True
+    quadratic: ClassVar[bool] = True
+    colour: ClassVar[str | None] = "#8a8f98"
     source: ClassVar[str] = "Vaswani et al. 2017, Attention Is All You Need, arXiv 1706.03762"
     exact_when: ClassVar[str] = "Always."
 
@@ -133,6 +137,7 @@ class FlashAttention(Mechanism):
 
     supports_decode: ClassVar[bool] = True
     always_exact: ClassVar[bool] = True
+    searched: ClassVar[Literal["always", "healed", "named"]] = "always"
     source: ClassVar[str] = "Dao 2023, FlashAttention-2, arXiv 2307.08691"
     exact_when: ClassVar[str] = "Always."
 

@@ -31,6 +31,8 @@ class ExactTopkAttention(Mechanism):
     sparse: ClassVar[bool] = True
     gradient: ClassVar[str] = "through weights, not choices"
     runs_c: ClassVar[bool] = True
+    quadratic: ClassVar[bool] = True
+    examples: ClassVar[dict[str, dict[str, Any]]] = {"": {"topk": 5}}
     source: ClassVar[str] = "Gupta et al. 2021, Memory-efficient Transformers via Top-k Attention, arXiv 2106.06899"
     exact_when: ClassVar[str] = "topk >= the number of real keys."
 

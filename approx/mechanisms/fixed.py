@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from approx.mechanisms.mechanism import Mechanism, chosen_steps, interleaved, latest, whole_number
-from approx_kernels.ops.patterns.reference import left_out
+from approx_kernels.ops.patterns.reference import left_out, pattern_mask
 from approx_kernels.ops.summaries.api import summary_attention
 from approx_kernels.tokens import CAUSAL_STRIDE, root_above
 
@@ -42,6 +42,11 @@ class FixedAttention(Mechanism):
     supports_decode: ClassVar[bool] = True
     sparse: ClassVar[bool] = True
     compiles: ClassVar[str] = "Shapes depend on the number of real tokens."
+    examples: ClassVar[dict[str, dict[str, Any]]] = {"": {"stride": 6, "summary": 2}}
+    timed: ClassVar[dict[Literal["bidirectional", "causal"], tuple[dict[str, Any], ...]]] = {
+        "bidirectional": ({"stride": None},),
+        "causal": ({"stride": None},),
+    }
     source: ClassVar[str] = "Child et al. 2019, Generating Long Sequences with Sparse Transformers, arXiv 1904.10509"
     exact_when: ClassVar[str] = "stride >= the number of real tokens of the sample, with both steps merged."
 
@@ -116,6 +121,10 @@ class FixedAttention(Mechanism):
             return stride + 1
         # A block that may still grow has no summary before its last columns.
         return 2 if self.causal else self.summary + 1
+
+    def pattern(self, length: int) -> Tensor:
+        """The pairs that it computes."""
+        return pattern_mask("fixed", length, self.causal, self.settings)
 
     def approximated_pairs(self, length: int) -> float:
         """The pairs that the pattern leaves out."""

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from approx.mechanisms.mechanism import Mechanism, chosen_steps, interleaved, latest, true_or_false, whole_number
-from approx_kernels.ops.patterns.reference import left_out
+from approx_kernels.ops.patterns.reference import left_out, pattern_mask
 from approx_kernels.ops.summaries.api import summary_attention
 from approx_kernels.tokens import root_below
 
@@ -44,6 +44,7 @@ class LtrAttention(Mechanism):
     supports_decode: ClassVar[bool] = False
     sparse: ClassVar[bool] = True
     compiles: ClassVar[str] = "Shapes depend on the number of real tokens."
+    examples: ClassVar[dict[str, dict[str, Any]]] = {"": {}, "four ways": {"both_directions": True, "mode": "heads"}}
     source: ClassVar[str] = "Daras et al. 2019, Your Local GAN, arXiv 1911.12287"
     exact_when: ClassVar[str] = "summary = stride, with all steps merged."
 
@@ -124,10 +125,13 @@ class LtrAttention(Mechanism):
             return None
         return self.stride + 1 if both else columns + (1 if step else 2)
 
+    def pattern(self, length: int) -> Tensor:
+        """The pairs that it computes."""
+        return pattern_mask(self._name, length, self.causal, self.settings)
+
     def approximated_pairs(self, length: int) -> float:
         """The pairs that the pattern leaves out."""
-        name = "ltr" if self._inside == "past" else "rtl"
-        return left_out(name, length, self.causal, self.settings, self._steps, self.heads)
+        return left_out(self._name, length, self.causal, self.settings, self._steps, self.heads)
 
     def flops(self, length: int) -> int:
         """Two products over the pairs of whole blocks and summaries."""
@@ -138,6 +142,10 @@ class LtrAttention(Mechanism):
         keys = math.ceil(self._keys(length))
         stride = min(self.stride_over(length), length)
         return 4 * self.heads * (length + 2 * keys) * self.head_dim + stride * keys
+
+    @property
+    def _name(self) -> str:
+        return "ltr" if self._inside == "past" else "rtl"
 
     def _keys(self, length: int) -> float:
         """Keys per query, averaged over the steps that the heads use."""
@@ -153,5 +161,7 @@ class RtlAttention(LtrAttention):
 
     Source: Daras, Odena, Zhang, Dimakis, 2019, Your Local GAN, arXiv 1911.12287; no departures.
     """
+
+    examples: ClassVar[dict[str, dict[str, Any]]] = {"": {}}
 
     _inside: ClassVar[Literal["past", "future"]] = "future"

@@ -44,6 +44,19 @@ class LinearAttention(Mechanism):
     decode_state: ClassVar[Literal["cache", "ring", "recurrent"]] = "recurrent"
     trainable: ClassVar[bool] = True
     runs_c: ClassVar[bool] = True
+    examples: ClassVar[dict[str, dict[str, Any]]] = {
+        "": {},
+        # All features can be 0; then eps shows in the sum of the weights.
+        "t2r": {"feature_map": "t2r", "eps": 1e-12},
+        "hedgehog window": {"feature_map": "hedgehog", "window": 4},
+    }
+    # Feature maps are learned, so a search tries them only if it trains.
+    candidates: ClassVar[tuple[dict[str, Any], ...]] = (
+        {"feature_map": "hedgehog"},
+        {"feature_map": "hedgehog", "window": 64},
+    )
+    searched: ClassVar[Literal["always", "healed", "named"]] = "healed"
+    colour: ClassVar[str | None] = "#d9742b"
     source: ClassVar[str] = "Katharopoulos et al. 2020, Transformers are RNNs, arXiv 2006.16236"
     exact_when: ClassVar[str] = "window >= the length of the sequence."
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from approx.mechanisms.mechanism import Mechanism, whole_number
 from approx_kernels.ops.fastest.api import fastest_attention
 from approx_kernels.ops.local.api import local_attention
-from approx_kernels.ops.patterns.reference import left_out
+from approx_kernels.ops.patterns.reference import left_out, pattern_mask
 from approx_kernels.tokens import content, extended, newest
 
 
@@ -35,7 +35,20 @@ class LocalAttention(Mechanism):
     supports_decode: ClassVar[bool] = True
     decode_state: ClassVar[Literal["cache", "ring", "recurrent"]] = "ring"
     sparse: ClassVar[bool] = True
+    token_settings: ClassVar[tuple[str, ...]] = ("left", "right")
     runs_c: ClassVar[bool] = True
+    examples: ClassVar[dict[str, dict[str, Any]]] = {"": {"left": 4, "right": 2}}
+    timed: ClassVar[dict[Literal["bidirectional", "causal"], tuple[dict[str, Any], ...]]] = {
+        "bidirectional": ({"left": 128, "right": 128},),
+        "causal": ({"left": 128, "right": 0},),
+    }
+    candidates: ClassVar[tuple[dict[str, Any], ...]] = (
+        {"left": 32, "right": 32},
+        {"left": 64, "right": 64},
+        {"left": 128, "right": 128},
+    )
+    searched: ClassVar[Literal["always", "healed", "named"]] = "always"
+    colour: ClassVar[str | None] = "#a466d0"
     source: ClassVar[str] = "Beltagy et al. 2020, Longformer, arXiv 2004.05150"
     exact_when: ClassVar[str] = "left and right >= the length of the sequence - 1."
 
@@ -73,6 +86,10 @@ class LocalAttention(Mechanism):
     def approximates_from(self) -> int:
         """One key beyond the shorter side of the window."""
         return (self.left if self.causal else min(self.left, self.right)) + 2
+
+    def pattern(self, length: int) -> Tensor:
+        """The pairs that it computes."""
+        return pattern_mask("local", length, self.causal, self.settings)
 
     def approximated_pairs(self, length: int) -> float:
         """The pairs that the pattern leaves out."""

@@ -7,7 +7,7 @@ from torch import Tensor
 from approx.errors import ApproxError, Exit, shown
 from approx.mechanisms.mechanism import Mechanism, checked, whole_number
 from approx_kernels.ops.global_tokens.api import global_token_attention
-from approx_kernels.ops.patterns.reference import left_out
+from approx_kernels.ops.patterns.reference import left_out, pattern_mask
 
 # Global tokens whose positions depend on the token ids of each sample.
 BY_CONTENT = ("separator", "question")
@@ -42,7 +42,11 @@ class LongformerAttention(Mechanism):
 
     supports_decode: ClassVar[bool] = True
     sparse: ClassVar[bool] = True
+    token_settings: ClassVar[tuple[str, ...]] = ("window",)
     compiles: ClassVar[str] = "Shapes depend on the number of real tokens."
+    examples: ClassVar[dict[str, dict[str, Any]]] = {"": {"window": 4, "global_tokens": [0, 3]}}
+    candidates: ClassVar[tuple[dict[str, Any], ...]] = ({"window": 128}, {"window": 256}, {})
+    searched: ClassVar[Literal["always", "healed", "named"]] = "always"
     source: ClassVar[str] = "Beltagy et al. 2020, Longformer, arXiv 2004.05150"
     exact_when: ClassVar[str] = "window / 2 >= the number of real tokens of the sample - 1."
 
@@ -116,6 +120,10 @@ class LongformerAttention(Mechanism):
         while last in chosen:
             last += 1
         return last + 1
+
+    def pattern(self, length: int) -> Tensor:
+        """The pairs that it computes."""
+        return pattern_mask("longformer", length, self.causal, self.settings)
 
     def approximated_pairs(self, length: int) -> float:
         """The pairs that the pattern leaves out; tokens chosen by content are not counted, since their number varies."""

@@ -49,6 +49,11 @@ class LshAttention(Mechanism):
     sparse: ClassVar[bool] = True
     gradient: ClassVar[str] = "through weights, not choices"
     compiles: ClassVar[str] = "On a CPU, shapes depend on the number of tokens in each bucket."
+    examples: ClassVar[dict[str, dict[str, Any]]] = {
+        "": {"rounds": 3, "cluster": 4},
+        "dedup": {"rounds": 3, "cluster": 4, "dedup": True},
+        "shared": {"rounds": 3, "cluster": 4, "variant": "shared"},
+    }
     source: ClassVar[str] = "Daras et al. 2020, SMYRF, arXiv 2010.05315; Kitaev et al. 2020, Reformer, arXiv 2001.04451"
     exact_when: ClassVar[str] = "variant = asymmetric, with cluster >= the number of real tokens of the sample."
     earlier: ClassVar[dict[str, Any]] = {"buckets": 1}

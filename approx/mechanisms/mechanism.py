@@ -2,7 +2,8 @@
 
 import inspect
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -30,6 +31,7 @@ class Mechanism(nn.Module):
 
     Raises:
         ApproxError: if the mechanism lacks the requested form, or a setting is wrong.
+        TypeError: when a class is defined that leaves out what a mechanism must define, unless it says `abstract=True`.
     """
 
     supports_causal: ClassVar[bool] = True
@@ -51,6 +53,8 @@ class Mechanism(nn.Module):
     gradient: ClassVar[str] = "exact"
     # Whether it is exact attention with any settings on any input.
     always_exact: ClassVar[bool] = False
+    # Whether it computes or sorts all pairs, so that it saves nothing.
+    quadratic: ClassVar[bool] = False
     # `whole` if `torch.compile` can trace every step; otherwise the reason why it cannot, and the mechanism is compiled as one
     # operator. An export always traces the steps.
     compiles: ClassVar[str] = "whole"
@@ -60,6 +64,18 @@ class Mechanism(nn.Module):
     earlier: ClassVar[dict[str, Any]] = {}
     # Smallest and largest value of buffers and parameters that are limited, by name.
     ranges: ClassVar[dict[str, tuple[float, float]]] = {}
+    # Settings that count tokens, which shrink with the length when a pattern is drawn over fewer tokens.
+    token_settings: ClassVar[tuple[str, ...]] = ()
+    # The settings that tests run: small enough to approximate a few dozen tokens. By variant; "" has no name.
+    examples: ClassVar[dict[str, dict[str, Any]]] = {"": {}}
+    # The settings that benchmarks time, by form.
+    timed: ClassVar[dict[Literal["bidirectional", "causal"], tuple[dict[str, Any], ...]]] = {}
+    # The settings that a search tries, from cheap to accurate, and when it does: `always`, only if it trains (`healed`),
+    # or only if the mechanism is `named`.
+    candidates: ClassVar[tuple[dict[str, Any], ...]] = ({},)
+    searched: ClassVar[Literal["always", "healed", "named"]] = "named"
+    # Its colour in plots, `#rrggbb`, legible on white and on near-black; None takes one that follows from its name.
+    colour: ClassVar[str | None] = None
     source: ClassVar[str]
     exact_when: ClassVar[str]
 
@@ -67,6 +83,11 @@ class Mechanism(nn.Module):
     exact_below: int = 0
     # Whether training recomputes this in the backward pass instead of keeping its intermediates; a plan sets it.
     recompute: bool = False
+
+    def __init_subclass__(cls, *, abstract: bool = False, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if not abstract:
+            refuse_incomplete(cls)
 
     def __init__(self, heads: int, head_dim: int, *, causal: bool, scale: float) -> None:
         super().__init__()
@@ -116,6 +137,7 @@ class Mechanism(nn.Module):
         """The settings this mechanism was made with, as the constructor accepts them."""
         return {name: getattr(self, name) for name in self.defaults()}
 
+    @abstractmethod
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, *, dropout: float = 0.0
     ) -> Tensor:
@@ -197,10 +219,12 @@ class Mechanism(nn.Module):
         return self(q, k, identity.expand(batch, heads, keys, keys), key_mask, **tokens)
 
     @classmethod
+    @abstractmethod
     def exact_settings(cls, length: int) -> dict[str, Any] | None:
         """Settings that make it exact on up to `length` tokens: {} if it always is, None if it cannot be."""
         raise NotImplementedError
 
+    @abstractmethod
     def approximates_from(self) -> int | None:
         """Fewest real tokens at which every head that can differ from exact attention does; None if none can."""
         raise NotImplementedError
@@ -218,10 +242,20 @@ class Mechanism(nn.Module):
         start = self.differs_from()
         return float(start is not None and length >= start)
 
+    def pattern(self, length: int) -> Tensor | None:
+        """Which query sees which key in each step, [steps, n, n] bool; None unless positions alone decide it.
+
+        Raises:
+            ValueError: if the pattern is not that of every input.
+        """
+        return None
+
+    @abstractmethod
     def flops(self, length: int) -> int:
         """FLOPs of the forward pass over one sequence of `length` tokens, all heads; a multiply-add counts as 2."""
         raise NotImplementedError
 
+    @abstractmethod
     def memory(self, length: int) -> int:
         """Bytes of the largest temporaries of the forward pass over one sequence of `length` tokens in float32."""
         raise NotImplementedError
@@ -232,7 +266,22 @@ class Mechanism(nn.Module):
 
 
 # Those that a converted layer's entry in config.json can name. The package fills this, and so does a converted folder.
-MECHANISMS: dict[str, type[Mechanism]] = {}
+MECHANISMS: MutableMapping[str, type[Mechanism]] = {}
+
+
+def refuse_incomplete(kind: type[Mechanism]) -> None:
+    """Refuse a class that leaves out what every mechanism must define.
+
+    Raises:
+        TypeError: naming what is missing, and where it is described.
+    """
+    missing = [name for name in ("source", "exact_when", "supports_decode") if not hasattr(kind, name)]
+    missing += [name for name in dir(Mechanism) if getattr(getattr(kind, name), "__isabstractmethod__", False)]
+    if missing:
+        raise TypeError(
+            f'{kind.__name__} does not define {", ".join(missing)}. CONTRIBUTING.md, "Add a mechanism", says what a '
+            "mechanism must define."
+        )
 
 
 def beyond(distance: int, length: int, *, causal: bool) -> float:
@@ -301,7 +350,7 @@ def checked(name: str, value: Any, inside: bool, allowed: str) -> Any:
     return value
 
 
-class HeadGroups(Mechanism):
+class HeadGroups(Mechanism, abstract=True):
     """Split the heads of a layer into groups, each with its own mechanism, and join the outputs in the order of the heads.
 
     A plan builds it from rules that name heads; a rule cannot name it. In each call, a group whose `exact_below`

@@ -69,6 +69,11 @@ class PerformerAttention(Mechanism):
         "Outside its GPU kernels, how far keys exceed earlier ones decides what the causal form recomputes."
     )
     ranges: ClassVar[dict[str, tuple[float, float]]] = {"share": (0.0, 1.0)}
+    examples: ClassVar[dict[str, dict[str, Any]]] = {
+        "": {"features": 16},
+        "relu": {"features": 16, "kernel": "relu"},
+    }
+    searched: ClassVar[Literal["always", "healed", "named"]] = "always"
     source: ClassVar[str] = "Choromanski et al. 2021, Rethinking Attention with Performers, arXiv 2009.14794"
     exact_when: ClassVar[str] = "Never: with kernel = softmax and floor = 0 the error falls as 1 / root of features."
     earlier: ClassVar[dict[str, Any]] = {"estimator": "positive", "floor": 0.0}

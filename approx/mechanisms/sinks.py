@@ -7,7 +7,7 @@ from torch import Tensor
 from approx.mechanisms.mechanism import Mechanism, whole_number
 from approx_kernels.ops.fastest.api import fastest_attention
 from approx_kernels.ops.global_tokens.api import global_token_attention
-from approx_kernels.ops.patterns.reference import left_out
+from approx_kernels.ops.patterns.reference import left_out, pattern_mask
 from approx_kernels.tokens import content, extended, first_and_newest
 
 
@@ -36,7 +36,14 @@ class SinksAttention(Mechanism):
     supports_decode: ClassVar[bool] = True
     decode_state: ClassVar[Literal["cache", "ring", "recurrent"]] = "ring"
     sparse: ClassVar[bool] = True
+    token_settings: ClassVar[tuple[str, ...]] = ("window", "sinks")
     compiles: ClassVar[str] = "Shapes depend on the number of real tokens."
+    examples: ClassVar[dict[str, dict[str, Any]]] = {"": {"sinks": 2, "window": 4}}
+    timed: ClassVar[dict[Literal["bidirectional", "causal"], tuple[dict[str, Any], ...]]] = {
+        "causal": ({"window": 252},)
+    }
+    candidates: ClassVar[tuple[dict[str, Any], ...]] = ({"window": 128}, {"window": 256}, {})
+    searched: ClassVar[Literal["always", "healed", "named"]] = "always"
     source: ClassVar[str] = (
         "Xiao et al. 2023, Efficient Streaming Language Models with Attention Sinks, arXiv 2309.17453"
     )
@@ -90,6 +97,10 @@ class SinksAttention(Mechanism):
     def approximates_from(self) -> int:
         """One token between the sinks and the window."""
         return self.sinks + self.window + 1
+
+    def pattern(self, length: int) -> Tensor:
+        """The pairs that it computes."""
+        return pattern_mask("sinks", length, self.causal, self.settings)
 
     def approximated_pairs(self, length: int) -> float:
         """The pairs that the pattern leaves out."""

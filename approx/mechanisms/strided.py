@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from approx.mechanisms.mechanism import Mechanism, chosen_steps, interleaved, latest, whole_number
-from approx_kernels.ops.patterns.reference import left_out
+from approx_kernels.ops.patterns.reference import left_out, pattern_mask
 from approx_kernels.ops.strided.api import strided_attention
 from approx_kernels.tokens import CAUSAL_STRIDE, root_above
 
@@ -40,6 +40,7 @@ class StridedAttention(Mechanism):
     supports_decode: ClassVar[bool] = True
     sparse: ClassVar[bool] = True
     compiles: ClassVar[str] = "Shapes depend on the number of real tokens."
+    examples: ClassVar[dict[str, dict[str, Any]]] = {"": {"stride": 3}}
     source: ClassVar[str] = "Child et al. 2019, Generating Long Sequences with Sparse Transformers, arXiv 1904.10509"
     exact_when: ClassVar[str] = "stride >= the number of real tokens of the sample, with both steps merged."
 
@@ -105,6 +106,10 @@ class StridedAttention(Mechanism):
             return 3 if step == 1 else 4
         stride = self.stride_over(1)
         return stride + 1 if step == 1 else None if stride == 1 else stride + 2
+
+    def pattern(self, length: int) -> Tensor:
+        """The pairs that it computes."""
+        return pattern_mask("strided", length, self.causal, self.settings)
 
     def approximated_pairs(self, length: int) -> float:
         """The pairs that the pattern leaves out."""

@@ -10,12 +10,9 @@ from numpy.typing import NDArray
 from approx.errors import ApproxError, Exit, did_you_mean
 from approx.mechanisms import MECHANISMS, Mechanism
 from approx.mechanisms.refusals import refusals
-from approx_kernels.ops.patterns.reference import pattern_mask
 
 # Cost is quadratic: 8,192 tokens take some seconds and about 2 GB.
 LONGEST = 8192
-# Settings that count tokens, and shrink with the length.
-_TOKENS = ("left", "right", "size", "shift", "window", "block", "sinks")
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +74,7 @@ class Pattern:
         if length >= self.length:
             return self
         settings, share = dict(self.settings), length / self.length
-        for name in _TOKENS:
+        for name in MECHANISMS[self.name].token_settings:
             if isinstance(settings.get(name), int):
                 settings[name] = _times(settings[name], share)
         if isinstance(settings.get("shift"), int):
@@ -95,7 +92,7 @@ class Pattern:
 
 def pattern_names() -> list[str]:
     """The mechanisms that choose keys by position alone."""
-    return [name for name, kind in MECHANISMS.items() if kind.sparse and _has_pattern(name, kind)]
+    return [name for name, kind in MECHANISMS.items() if kind.sparse and _has_pattern(kind)]
 
 
 def find_pattern(name: str, length: int, causal: bool, settings: dict[str, Any]) -> Pattern:
@@ -139,7 +136,7 @@ def find_pattern(name: str, length: int, causal: bool, settings: dict[str, Any])
             "positions instead, e.g. --set global_tokens=[0,100]."
         )
     try:
-        steps = pattern_mask(name, length, causal, complete).numpy()
+        steps = made.pattern(length).numpy()
     except (ValueError, TypeError, OverflowError, RuntimeError, MemoryError) as error:
         raise ApproxError(f"'{name}' cannot be made with these settings: {str(error).splitlines()[0]}") from None
     step, stride = complete.get("step"), made.stride_over(length) if "stride" in complete else None
@@ -158,12 +155,8 @@ def _kind(name: str) -> type[Mechanism]:
     raise ApproxError(f"Unknown pattern '{name}'.{did_you_mean(name, patterns)} {listed}")
 
 
-def _has_pattern(name: str, kind: type[Mechanism]) -> bool:
-    try:
-        pattern_mask(name, 1, not kind.supports_bidirectional, kind.defaults())
-    except ValueError:
-        return False
-    return True
+def _has_pattern(kind: type[Mechanism]) -> bool:
+    return kind(1, 1, causal=not kind.supports_bidirectional, scale=1.0).pattern(1) is not None
 
 
 def _times(count: Any, share: float) -> Any:

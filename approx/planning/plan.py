@@ -151,9 +151,12 @@ def unknown_names(rule: Rule, where: str) -> list[str]:
 def site_record(site: Site, rules: Sequence[Rule]) -> dict[str, Any]:
     """A converted layer's entry in config.json: the arguments of its mechanism, for all heads or per group."""
     facts = {key: getattr(site, key) for key in ("layer", "heads", "head_dim", "causal", "scale")}
-    entries = [
-        {key: getattr(rule, key) for key in ("mechanism", "settings", "exact_below", "recompute")} for rule in rules
-    ]
+    entries = []
+    for rule in rules:
+        entry = {key: getattr(rule, key) for key in ("mechanism", "settings", "exact_below", "recompute")}
+        if origin := MECHANISMS.origin(rule.mechanism):
+            entry["package"] = origin.pinned
+        entries.append(entry)
     if len(rules) == 1:
         return entries[0] | facts
     heads = [parse_heads(rule.heads, site.heads, "it has") for rule in rules]
@@ -266,6 +269,7 @@ def support(family: str | None = None) -> list[dict[str, Any]]:
     return [
         {
             "name": name,
+            "package": None if (origin := MECHANISMS.origin(name)) is None else origin.pinned,
             "bidirectional": kind.supports_bidirectional,
             "causal": kind.supports_causal,
             "decode": kind.supports_decode,

@@ -4,7 +4,7 @@ import io
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from approx.errors import ApproxError, Exit
 from approx.evaluation.record import Layer, Quality, Ratio, Record, Speed, Trained, Variant
 from approx.publishing import wording
 from approx.publishing.summary import longest_input, standing, variant_of
+from approx.registry import class_facts
 from approx_kernels.runtime.atomic_file import write_whole
 
 # Placeholders that matplotlib can draw with, replaced by CSS colours.
@@ -275,17 +276,8 @@ def write_pictures(pictures: dict[str, dict[str, bytes]], folder: Path) -> list[
     return written
 
 
-# The colour of each mechanism; all are legible on white and on near-black.
-COLOURS = {
-    "full": "#8a8f98",
-    "sdpa": "#8a8f98",
-    "improved-clustered": "#2f7fd6",
-    "clustered": "#22a08b",
-    "linear": "#d9742b",
-    "local": "#a466d0",
-}
+# Of mechanisms without a colour of their own.
 _OTHER_COLOURS = ("#c8518f", "#8a9a2b", "#b5813a", "#4aa0c8", "#d05a5a", "#6f7bd8")
-_EXACT = ("full", "sdpa")
 _MARKERS = "osD^vPX*"
 _RATIOS = [2.0**power for power in range(-7, 8)]
 # What every axis of ratios shows at least, so that one tick beside 1× is on it.
@@ -298,16 +290,21 @@ _WIDEST_MARGIN = 3
 
 
 def colours(record: Record) -> dict[str, str]:
-    """The colour of each variant: that of the mechanism of most of its converted layers."""
-    chosen = {}
+    """The colour of each variant: that of the mechanism of most of its converted layers, exact ones aside."""
+    exact, own, chosen = _facts("always_exact"), _facts("colour"), {}
     for variant in record.variants:
         counts = Counter(layer.mechanism for layer in variant.layers)
-        approximate = {name: number for name, number in counts.items() if name not in _EXACT} or counts
+        approximate = {name: number for name, number in counts.items() if not exact.get(name)} or counts
         mechanism = min(approximate, key=lambda name: (-approximate[name], name)) if approximate else "full"
-        chosen[variant.name] = COLOURS.get(mechanism) or _other_colour(mechanism)
+        chosen[variant.name] = own.get(mechanism) or _other_colour(mechanism)
     # A record that was edited may measure variants that it does not describe.
     measured = [entry.name for part in (*record.quality, *record.speed) for entry in part.variants]
     return {name: _other_colour(name) for name in measured} | chosen
+
+
+def _facts(attribute: str) -> Mapping[str, Any]:
+    # Importing the mechanisms imports torch, which a report does without.
+    return class_facts("approx.mechanisms", "BUILT_IN", attribute)
 
 
 def _other_colour(name: str) -> str:

@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard
 from approx.checkpoints import checkpoint
 from approx.checkpoints.bundle import auto_map
 from approx.checkpoints.checkpoint import Checkpoint, Source
-from approx.checkpoints.families import stock_class, write_code
+from approx.checkpoints.families import outside, stock_class, write_code
 from approx.checkpoints.foreign import carried, differences, is_code, never_ours
 from approx.checkpoints.history import RECEIPT, Base, Receipt, conversion, read_receipt, trainings
 from approx.checkpoints.manifest import MANIFEST, accept, names, seal
@@ -102,6 +102,9 @@ def _check_code(source: Source, by: str) -> list[str]:
         notes.append(f"The folder's code is that of approx {by}; that of approx {__version__} is pushed in its place.")
     if extra := carried(source.config):
         notes.append(f"Code of the base, which approx does not run, is pushed too: {', '.join(extra)}.")
+    if packages := outside(source.config):
+        needed = ", ".join(f"'{name}' of {package}" for name, package in packages.items())
+        notes.append(f"The model attends by code of other packages, which is not pushed: {needed}. The card says so.")
     return notes
 
 

@@ -9,6 +9,7 @@ This file is copied into converted checkpoints, so it does not depend on plans o
 """
 
 import inspect
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -188,9 +189,26 @@ def build(site: Mapping[str, Any]) -> Mechanism:
     return HeadGroups([(group["heads"], _part(group, len(group["heads"]), site)) for group in site["groups"]])
 
 
+def refuse_unknown(part: Mapping[str, Any]) -> None:
+    """Refuse a group of heads, or a layer without groups, whose mechanism is unknown here.
+
+    Raises:
+        ApproxError: naming the package that has the mechanism, if the config names one.
+    """
+    name, package = part["mechanism"], str(part.get("package"))
+    if name in MECHANISMS:
+        return
+    if re.fullmatch(r"[\w.-]+==[\w.+!]+", package, re.ASCII):
+        raise ApproxError(
+            f"The mechanism '{name}' of this checkpoint is code of the package {package}, which is not installed. If you "
+            f"trust that package: pip install {package}",
+            Exit.MISSING,
+        )
+    raise ApproxError(f"Unknown mechanism '{name}'. Known: {', '.join(sorted(MECHANISMS))}.")
+
+
 def _part(part: Mapping[str, Any], heads: int, site: Mapping[str, Any]) -> Mechanism:
-    if part["mechanism"] not in MECHANISMS:
-        raise ApproxError(f"Unknown mechanism '{part['mechanism']}'. Known: {', '.join(sorted(MECHANISMS))}.")
+    refuse_unknown(part)
     kind = MECHANISMS[part["mechanism"]]
     settings = {**kind.earlier, **part["settings"]}
     mechanism = kind(heads, site["head_dim"], causal=site["causal"], scale=site["scale"], **settings)

@@ -140,13 +140,14 @@ _LOG = logging.getLogger(__name__)
 _PLAIN = "This converted model runs its plain PyTorch code, which is slower than the C and Triton of the package"
 
 
-def installed_model(layout: int, version: str) -> Any:
+def installed_model(layout: int, version: str, *, required: bool = False) -> Any:
     """The base class of converted models in the installed package `approx-attention`; logs which code runs.
 
     Args:
         layout: Format of the folder's config.
         version: Version of the package that wrote the folder; older ones may lack its mechanisms, and the next major version
             may compute them differently.
+        required: Whether the folder has no code of its own; whoever calls this then says what is missing.
 
     Returns:
         `ApproxModel`, or None if no compatible package is installed and the folder's own code has to run.
@@ -158,6 +159,8 @@ def installed_model(layout: int, version: str) -> Any:
         understood = import_module("approx.seam.dispatch").FORMAT
     except Exception as error:
         # A package that is incompatible with the installed transformers must not prevent loading.
+        if required:
+            return None
         why = "" if isinstance(error, ModuleNotFoundError) else f", which could not be imported ({error})"
         _LOG.warning("%s%s. To get the speed: pip install approx-attention", _PLAIN, why)
         return None
@@ -165,6 +168,8 @@ def installed_model(layout: int, version: str) -> Any:
     if understood == layout and written <= here < (written[0] + 1,):
         _LOG.info("This converted model runs the code of the installed package approx-attention %s.", installed)
         return model
+    if required:
+        return None
     wanted = f"format {layout} and at least {version}, below {written[0] + 1}.0"
     _LOG.warning(
         "%s: approx-attention %s with format %s is installed, and this folder needs %s. To get the speed: pip install "

@@ -43,21 +43,6 @@ from approx.text_file import read_text
 from approx_kernels.runtime.atomic_file import write_whole
 from approx_kernels.runtime.cache_folder import cache_folder
 
-# Settings from cheap to accurate; mechanisms that are not listed are tried at their defaults.
-LADDERS: dict[str, tuple[dict[str, Any], ...]] = {
-    "clustered": ({"clusters": 25}, {"clusters": 100}),
-    "improved-clustered": ({"clusters": 25}, {"clusters": 100}),
-    "local": ({"left": 32, "right": 32}, {"left": 64, "right": 64}, {"left": 128, "right": 128}),
-    "longformer": ({"window": 128}, {"window": 256}, {}),
-    "sinks": ({"window": 128}, {"window": 256}, {}),
-    # Their feature maps are learned, so they are tried only after fitting, or if they are named.
-    "linear": ({"feature_map": "hedgehog"}, {"feature_map": "hedgehog", "window": 64}),
-}
-# Exact, so that a search finds whatever is fastest; approximations that need no training; fitted to exact attention
-# first.
-_EXACT = ("exact", "flash")
-_UNTRAINED = ("improved-clustered", "clustered", "local", "longformer", "bigbird", "sinks", "block", "performer")
-_FITTED = ("linear",)
 _OF_HEADS = ", "
 # The shares of its heads that a layer may convert.
 _SHARES = (0.25, 0.5, 0.75)
@@ -130,7 +115,8 @@ def candidates(stage: SearchStage, anatomy: Anatomy) -> list[Candidate]:
 
 def _names(stage: SearchStage) -> list[str]:
     if stage.mechanisms is None:
-        return [*_EXACT, *_UNTRAINED, *(_FITTED if stage.heal else ())]
+        when = ("always", "healed") if stage.heal else ("always",)
+        return [name for name, kind in MECHANISMS.items() if kind.searched in when]
     for name in stage.mechanisms:
         if name not in MECHANISMS:
             raise ApproxError(
@@ -141,7 +127,7 @@ def _names(stage: SearchStage) -> list[str]:
 
 def _ladders(names: Sequence[str], length: int, *, by_name: bool) -> Iterator[Rule]:
     for name in names:
-        for settings in LADDERS.get(name, ({},)):
+        for settings in MECHANISMS[name].candidates:
             # A window as long as the input saves nothing, so it is tried only by name.
             if by_name or settings.get("window", settings.get("left", 0) + settings.get("right", 0)) < length:
                 yield Rule(name, settings=dict(settings))

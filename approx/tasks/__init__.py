@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from approx.errors import ApproxError, did_you_mean, shown
+from approx.registry import Registry
 from approx.tasks.classification import SequenceClassification
 from approx.tasks.copying import Copying
 from approx.tasks.documents import Documents
@@ -40,7 +41,7 @@ __all__ = [
     "settings_of",
 ]
 
-TASKS: dict[str, Callable[..., Task]] = {
+_HERE: dict[str, Callable[..., Task]] = {
     **{f"glue/{subset}": partial(Glue, subset) for subset in GLUE},
     "squad": partial(Squad, 1),
     "squad_v2": partial(Squad, 2),
@@ -56,6 +57,22 @@ TASKS: dict[str, Callable[..., Task]] = {
     Needle.name: Needle,
     Copying.name: Copying,
 }
+
+
+def _usable(made: object) -> Callable[..., Task]:
+    """What another package calls a task, if it is a complete one."""
+    kind = getattr(made, "func", made)
+    if not (isinstance(kind, type) and issubclass(kind, Task)):
+        raise TypeError(f"{made!r} is neither a subclass of approx.tasks.Task nor a functools.partial of one")
+    if missing := sorted(kind.__abstractmethods__):
+        raise TypeError(
+            f'{kind.__name__} does not define {", ".join(missing)}. CONTRIBUTING.md, "Add a task", says what a task must '
+            "define"
+        )
+    return cast("Callable[..., Task]", made)
+
+
+TASKS: Registry[Callable[..., Task]] = Registry("approx.tasks", "task", _HERE, _usable)
 """Name on the command line and in recipes -> function that makes the task from its settings."""
 
 

@@ -174,8 +174,9 @@ def test_the_caption_says_what_is_shown_and_what_is_not(record):
 
 
 def test_every_colour_belongs_to_a_mechanism_and_can_be_seen_on_white_and_on_black():
-    assert set(plots.COLOURS) - {"full"} <= set(MECHANISMS)
-    every = [*plots.COLOURS.values(), *plots._OTHER_COLOURS]
+    own = {name: kind.colour for name, kind in MECHANISMS.items() if kind.colour}
+    assert plots._facts("colour") == own
+    every = [*own.values(), *plots._OTHER_COLOURS]
     # Exact attention has two names.
     assert len(set(every)) == len(every) - 1
     for colour in every:
@@ -210,7 +211,7 @@ def test_variants_of_one_mechanism_share_a_colour_and_not_a_marker(record):
     layers += [{"layer": 3, "mechanism": "local", "settings": {}}]
     variants = [{"name": name, "layers": layers} for name in ("a", "b")]
     styles = plots._styles(part_of(Record, variants=variants))
-    assert {colour for colour, _ in styles.values()} == {plots.COLOURS["local"]}
+    assert {colour for colour, _ in styles.values()} == {MECHANISMS["local"].colour}
     assert len({marker for _, marker in styles.values()}) == 2
 
 

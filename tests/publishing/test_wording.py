@@ -3,8 +3,9 @@
 import pytest
 
 from approx.evaluation.record import Quality, QualityVariant, Record, Speed, Timing, Variant
+from approx.mechanisms import MECHANISMS
 from approx.publishing import wording
-from approx.publishing.plots import COLOURS, colours
+from approx.publishing.plots import colours
 from approx.publishing.summary import speed_groups, standing, worthwhile_from
 from approx.publishing.tables import plan_lines
 from approx_kernels.dispatch import implementation
@@ -198,10 +199,19 @@ def test_groups_hold_what_differs_in_length_alone(record):
     assert speed_groups([]) == []
 
 
+@pytest.mark.parametrize("exact", [name for name, kind in MECHANISMS.items() if kind.always_exact])
+def test_exact_layers_do_not_count_for_the_colour(exact):
+    layers = [
+        {"layer": number, "mechanism": name, "settings": {}} for number, name in enumerate([exact] * 2 + ["clustered"])
+    ]
+    record = part_of(Record, variants=[{"name": "mixed", "layers": layers}])
+    assert colours(record) == {"mixed": MECHANISMS["clustered"].colour}
+
+
 def test_a_mechanism_keeps_its_colour(record):
     chosen = colours(record_of(record))
-    assert chosen["improved-clustered 25"] == COLOURS["improved-clustered"]
-    assert chosen["clustered 25"] == COLOURS["clustered"]
+    assert chosen["improved-clustered 25"] == MECHANISMS["improved-clustered"].colour
+    assert chosen["clustered 25"] == MECHANISMS["clustered"].colour
     # An unknown mechanism has a colour too, which does not depend on the other variants.
     alone = colours(record_of(record | {"variants": record["variants"][-1:]}))
     assert alone["reservoir"] == chosen["reservoir"]
@@ -209,8 +219,8 @@ def test_a_mechanism_keeps_its_colour(record):
     assert alone.keys() == chosen.keys()
     exact = {"name": "same", "layers": [{"layer": 0, "mechanism": "sdpa", "settings": {}}]}
     assert colours(part_of(Record, variants=[exact, {"name": "none", "layers": []}])) == {
-        "same": COLOURS["sdpa"],
-        "none": COLOURS["full"],
+        "same": MECHANISMS["sdpa"].colour,
+        "none": MECHANISMS["full"].colour,
     }
 
 

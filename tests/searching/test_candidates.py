@@ -8,7 +8,7 @@ from approx.errors import ApproxError, Exit
 from approx.mechanisms import MECHANISMS
 from approx.planning.anatomy import anatomy
 from approx.planning.rule import Rule
-from approx.searching.cost import LADDERS, candidates
+from approx.searching.cost import candidates
 from approx.searching.options import SearchStage
 from zoo import tiny
 
@@ -19,51 +19,15 @@ def named(architecture="BertForSequenceClassification", **options):
     return candidates(stage, anatomy(model.config, type(model)))
 
 
+_BOTH = ["fastest exact", "flash", "clustered 25", "clustered 100", "improved-clustered 25", "improved-clustered 100"]
+_BOTH += ["performer", "local 32", "local 64", "local 128", "block", "longformer 128", "longformer 256", "longformer"]
+
+
 @pytest.mark.parametrize(
     ("architecture", "names"),
     [
-        (
-            "BertForSequenceClassification",
-            [
-                "fastest exact",
-                "flash",
-                "improved-clustered 25",
-                "improved-clustered 100",
-                "clustered 25",
-                "clustered 100",
-                "local 32",
-                "local 64",
-                "local 128",
-                "longformer 128",
-                "longformer 256",
-                "longformer",
-                "bigbird",
-                "block",
-                "performer",
-            ],
-        ),
-        (
-            "GPT2LMHeadModel",
-            [
-                "fastest exact",
-                "flash",
-                "improved-clustered 25",
-                "improved-clustered 100",
-                "clustered 25",
-                "clustered 100",
-                "local 32",
-                "local 64",
-                "local 128",
-                "longformer 128",
-                "longformer 256",
-                "longformer",
-                "sinks 128",
-                "sinks 256",
-                "sinks",
-                "block",
-                "performer",
-            ],
-        ),
+        ("BertForSequenceClassification", [*_BOTH, "bigbird"]),
+        ("GPT2LMHeadModel", [*_BOTH, "sinks 128", "sinks 256", "sinks"]),
     ],
 )
 def test_by_default_whatever_runs_without_training_is_tried(architecture, names):
@@ -87,13 +51,15 @@ def test_windows_as_long_as_the_input_are_tried_only_by_name():
 def test_feature_maps_are_tried_only_after_fitting_or_by_name():
     fitted = [one.name for one in named(heal="transfer", length=1024) if one.name.startswith("linear")]
     assert fitted == ["linear feature_map=hedgehog", "linear feature_map=hedgehog 64"]
-    assert [one.rule.settings for one in named(mechanisms="linear")] == list(LADDERS["linear"])
+    assert [one.rule.settings for one in named(mechanisms="linear")] == list(MECHANISMS["linear"].candidates)
 
 
 def test_tries_named_mechanisms_once_at_every_setting():
     found = named(mechanisms=["local", "block", "local"])
     assert [one.name for one in found] == ["local 32", "local 64", "local 128", "block"]
-    assert [one.rule for one in found[:3]] == [Rule("local", settings=settings) for settings in LADDERS["local"]]
+    assert [one.rule for one in found[:3]] == [
+        Rule("local", settings=settings) for settings in MECHANISMS["local"].candidates
+    ]
 
 
 @pytest.mark.parametrize(

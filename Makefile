@@ -33,10 +33,10 @@ help:  ## This list
 demo: $(VENV)/.demo  ## Install, then convert, evaluate and time the embedded model: runs/quickstart
 	$(VENV)/bin/approx run recipes/quickstart.yaml -o runs/quickstart --force
 
-test: $(VENV)/.dev  ## Install what the tests need and run them; those that are slow or need a GPU or a hub are left out
-	$(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal
+test: $(VENV)/.dev  ## Install what the tests need and run them; slow ones, most of many near-equal cases, and what needs a GPU or a hub are left out
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal --sample
 
-test-all: $(VENV)/.dev  ## The slow tests too, of more families, more sizes of heads, and runs that are killed: about 15 minutes
+test-all: $(VENV)/.dev  ## All cases and the slow tests too, of more families, more sizes of heads, and runs that are killed: about 40 minutes
 	$(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal -m "not gpu and not network"
 
 test-lowest:  ## The same with the oldest dependencies that pyproject.toml allows (but TORCH as given)

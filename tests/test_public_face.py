@@ -55,6 +55,7 @@ def test_the_import_is_light(tmp_path):
 @pytest.mark.parametrize(
     "order", [order if not place else pytest.param(order, marks=pytest.mark.slow) for place, order in enumerate(ORDERS)]
 )
+@pytest.mark.slow
 def test_converted_folders_load_without_a_trust_flag_in_every_order_of_imports(saved, tmp_path, order):
     words = python(ORDERS[order] + LOAD.format(folder=str(saved)), tmp_path).split()
     assert words[0] == "approx_bert"

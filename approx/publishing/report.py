@@ -388,8 +388,8 @@ def write_report(records: list[Record], out: Path, *, force: bool = False) -> li
     files = {
         "report.json": in_lines(data[0] if len(data) == 1 else data) + "\n",
         "report.md": markdown(records),
-        "quality.csv": _csv(_QUALITY, [line for record in records for line in _quality_lines(record)]),
-        "speed.csv": _csv(_SPEED, [line for record in records for line in _speed_lines(record)]),
+        "quality.csv": quality_csv(records),
+        "speed.csv": speed_csv(records),
         "index.html": html(records),
     }
     if not force:
@@ -467,6 +467,16 @@ def _speed_lines(record: Record) -> list[dict[str, Any]]:
 
 def _plans(record: Record) -> dict[str, str]:
     return {variant.name: plan_words(variant) for variant in record.variants}
+
+
+def quality_csv(records: list[Record]) -> str:
+    """A row for each variant and task of some records."""
+    return _csv(_QUALITY, [line for record in records for line in _quality_lines(record)])
+
+
+def speed_csv(records: list[Record]) -> str:
+    """A row for each contender, batch size and length of some records."""
+    return _csv(_SPEED, [line for record in records for line in _speed_lines(record)])
 
 
 def _of(record: Record) -> dict[str, Any]:

@@ -82,6 +82,7 @@ def test_every_command_refuses_an_adapter_next_to_the_weights(both, opened, inst
     assert {path.name for path in both.parent.iterdir()} == {"both"}
 
 
+@pytest.mark.slow
 def test_merges_an_adapter_on_request(both, base, tmp_path):
     expected = logits(peft.PeftModel.from_pretrained(tiny("LlamaForCausalLM"), str(both)).merge_and_unload())
     opened = checkpoint.load(both, merge_adapter=True)

@@ -203,6 +203,7 @@ with folder.atomic_folder(Path(sys.argv[1]), force=True) as place:
     ],
     ids=["while writing", "while replacing"],
 )
+@pytest.mark.sample(1)
 def test_removes_leftovers_of_a_killed_run_and_restores_the_original(before, inside, tmp_path):
     write(tmp_path / "out", "old")
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
@@ -229,6 +230,7 @@ with atomic_folder(Path(sys.argv[1])) as place:
 
 
 @pytest.mark.parametrize("host", ["this one", "another container", "another machine"])
+@pytest.mark.sample(1)
 def test_keeps_the_temporary_folder_of_a_living_process(host, tmp_path, monkeypatch):
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     other = subprocess.Popen(

@@ -87,6 +87,7 @@ def test_every_family_reloads_to_the_last_bit_where_approx_cannot_be_imported(ke
 @pytest.mark.parametrize(
     "architecture", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHER_HEADS)]
 )
+@pytest.mark.sample(6)
 def test_local_folders_load_without_a_trust_flag_and_save_again(architecture, tmp_path):
     model = mixed(architecture)
     before = outputs(model)

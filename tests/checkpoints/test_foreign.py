@@ -145,6 +145,7 @@ COULD_BE_OLDER = (edited, with_other_line_ends, without_a_map)
 
 
 @pytest.mark.parametrize("hide", PLACES)
+@pytest.mark.sample(7)
 def test_finds_code_wherever_it_hides_and_runs_none(folder, tmp_path, monkeypatch, hide):
     hide(folder, CANARY.format(str(tmp_path / "ran")))
     # Whoever writes the folder writes its manifest too.

@@ -73,6 +73,7 @@ def imported(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name", MECHANISMS)
+@pytest.mark.sample(13)
 def test_code_of_one_mechanism_is_fourteen_files_at_most(name, written):
     lines = {path.name: len(path.read_text("utf-8").splitlines()) for path in written[name]}
     assert len(lines) <= MOST_FILES, sorted(lines)
@@ -141,6 +142,7 @@ bundle.write_code(Path(sys.argv[1]), BertModel.config_class, BertModel, ["local"
 """
 
 
+@pytest.mark.slow
 def test_code_is_the_same_in_every_process(tmp_path):
     for seed in ("1", "2"):
         (tmp_path / seed).mkdir()
@@ -256,6 +258,7 @@ again.save_pretrained(sys.argv[3])
 """
 
 
+@pytest.mark.slow
 def test_with_trust_the_classes_of_an_installed_package_run_and_save_the_same_folder(tmp_path):
     model = tiny("BertModel")
     surgery.convert(model, Plan.of("local", left=2, right=2))

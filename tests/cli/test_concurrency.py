@@ -75,6 +75,7 @@ def test_of_two_processes_one_writes_the_output_and_one_is_refused(name, base, c
 
 
 @pytest.mark.parametrize("name", ["evaluate", "run", "sweep", "finetune"])
+@pytest.mark.sample(3)
 def test_an_output_that_another_process_writes_is_refused_and_left_alone(name, base, converted, data, tmp_path):
     typed = words(name, base, converted, data, tmp_path)
     place = {"evaluate": "out.json", "finetune": "out.training"}.get(name, "out")

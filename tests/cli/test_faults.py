@@ -114,6 +114,7 @@ def some(total: int) -> list[int]:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.sample(1)
 def test_a_disk_that_fails_now_and_then(name, place):
     assert attempts(name, place, some) > 5
 

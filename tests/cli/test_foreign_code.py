@@ -84,6 +84,7 @@ def hostile(converted, tmp_path) -> Path:
 
 
 @pytest.mark.parametrize(("words", "code"), COMMANDS, ids=lambda value: value[0] if isinstance(value, tuple) else None)
+@pytest.mark.sample(8)
 def test_no_command_runs_code_of_a_folder(words, code, hostile, base, data, tmp_path, monkeypatch):
     # As a user would who looks at it from inside.
     monkeypatch.chdir(hostile)

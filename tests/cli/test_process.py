@@ -168,6 +168,7 @@ with open(sys.argv[1], "w") as file:
     ],
     ids=["input and errors", "output", "all", "deleted folder"],
 )
+@pytest.mark.sample(2)
 def test_closed_streams_and_a_deleted_folder_end_in_the_usual_way(line, code, printed, tmp_path):
     place, record = tmp_path / "here", tmp_path / "record.json"
     place.mkdir()

@@ -45,6 +45,7 @@ def found(tmp_path_factory):
     return folder, call("search", *NEEDLE, "--budget", "loss<=5", "-o", folder / "plan.yaml", "--json")
 
 
+@pytest.mark.slow
 def test_the_mix_loses_less_than_every_uniform_plan_that_is_as_fast(found):
     folder, answer = found
     assert answer.code == Exit.OK, answer.err
@@ -119,6 +120,7 @@ def test_two_searches_do_not_write_one_output(tmp_path):
     assert not (tmp_path / "plan-search").exists()
 
 
+@pytest.mark.slow
 def test_nothing_fits_is_an_exit_code_of_its_own(found, tmp_path):
     folder, _ = found
     known = folder / "plan-search" / "sensitivities.json"

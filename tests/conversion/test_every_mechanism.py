@@ -24,6 +24,7 @@ REACHABLE = [
 
 
 @pytest.mark.parametrize(("name", "architecture"), REACHABLE)
+@pytest.mark.sample(21)
 def test_every_mechanism_converts_and_comes_back_from_its_folder(name, architecture, tmp_path):
     model = tiny(architecture)
     plan = Plan.of(name.split()[0], **SMALL.get(name, {}))

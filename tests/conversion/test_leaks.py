@@ -112,6 +112,7 @@ def refused(base, out, plan):
 
 
 @every
+@pytest.mark.sample(4)
 def test_every_leak_of_every_mechanism_is_refused(name, causal, bases, tmp_path, monkeypatch):
     # The leaks do not hide each other: the second changes real tokens, and the third is the same in every call.
     leaks = [drops_the_mask, *([sees_the_next_token] if causal else []), differs_from_its_file]
@@ -122,6 +123,7 @@ def test_every_leak_of_every_mechanism_is_refused(name, causal, bases, tmp_path,
 
 @pytest.mark.parametrize("leak", LEAKS, ids=lambda leak: leak.__name__)
 @pytest.mark.parametrize("name", ["local", "block"])
+@pytest.mark.sample(5)
 def test_a_leak_fails_the_check_that_is_made_for_it(name, leak, bases, tmp_path, monkeypatch):
     plant(monkeypatch, name, leak)
     failed = refused(bases[True], tmp_path / "out", Plan((Rule(name, "all", BEYOND_40[name]),)))

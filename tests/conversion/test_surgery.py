@@ -43,6 +43,7 @@ def frames_mask(model, mask, tensor):
 
 
 @pytest.mark.parametrize("architecture", [*FAMILIES, *OTHER_HEADS, *UNNAMED])
+@pytest.mark.sample(4)
 def test_an_exact_mechanism_in_all_layers_changes_nothing(architecture):
     model = tiny(architecture)
     inputs = example_inputs(model, 24, batch=2, padded=7)

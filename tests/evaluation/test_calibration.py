@@ -75,6 +75,7 @@ def test_equal_models_are_rarely_called_different(world, repetitions):
     ],
     ids=lambda value: value.name if isinstance(value, World) else "",
 )
+@pytest.mark.sample(3)
 def test_a_loss_that_is_the_margin_is_rarely_settled(world, repetitions):
     assert settled(world, LOSS, repetitions, RESAMPLES) <= 0.05 + error(0.05, repetitions)
 

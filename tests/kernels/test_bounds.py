@@ -153,6 +153,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("op", "shape"), CASES)
+@pytest.mark.sample(4)
 def test_kernels_stay_inside_their_tensors_and_leave_nothing_out(op, shape):
     length, size, values, dtype, kind = shape
     tensors, mask = drawn(length, size, values, dtype), mask_of(kind, length)

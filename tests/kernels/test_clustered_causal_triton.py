@@ -71,6 +71,7 @@ def test_one_sample(topk):
 
 
 @pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.sample(1)
 def test_samples_and_heads(heads):
     check(draw(19, 19, batch=2, heads=heads, values=32), **settings(heads=heads, topk=2))
 
@@ -82,6 +83,7 @@ def test_head_sizes(size):
 
 
 @pytest.mark.parametrize("keys", [8, 16, 17], ids="{} tokens in chunks of 8".format)
+@pytest.mark.sample(1)
 def test_chunks_that_the_tokens_fill(keys):
     check(draw(keys, keys), **settings())
 

@@ -39,12 +39,14 @@ CASES = [(20, 4, 16, 5, 1), (60, 9, 80, 9, 4), (150, 128, 32, 31, 3), (300, 25, 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.sample(3)
 def test_clusters_are_those_of_the_reference(monkeypatch, case, parts):
     monkeypatch.setattr(launching, "parts_of", lambda *_: parts)
     check(*case)
 
 
 @pytest.mark.parametrize(("case", "parts"), [((150, 100, 32, 31, 3), 1), ((150, 9, 80, 9, 4), 3)])
+@pytest.mark.sample(1)
 def test_tiles_for_smaller_cards(monkeypatch, case, parts):
     monkeypatch.setattr(launching, "parts_of", lambda *_: parts)
     with configuration(-1):

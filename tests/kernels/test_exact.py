@@ -26,6 +26,7 @@ from closeness import assert_close, at_real_queries
 @pytest.mark.parametrize("masked", [False, True], ids=["all real", "masked"])
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 63), (17, 17), (129, 129), (63, 129), (129, 17)])
 @pytest.mark.parametrize("size", [24, 64])
+@pytest.mark.sample(24)
 def test_fused_equals_reference_forward_and_backward(causal, masked, queries, keys, size):
     grad = torch.randn(2, 3, queries, 16)
     tensors = torch.randn(2, 3, queries, size), torch.randn(2, 3, keys, size), torch.randn(2, 3, keys, 16)
@@ -75,6 +76,7 @@ def draw(shape, dtype=torch.float32):
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 @given(shape=shapes, chunk=st.integers(1, 80))
 @settings(max_examples=15)
+@pytest.mark.sample(3)
 def test_chunks_equal_float64_forward_and_backward(dtype, causal, shape, chunk):
     assume(not causal or shape[2] <= shape[3])
     *tensors, _ = draw(shape, dtype)
@@ -97,6 +99,7 @@ def test_chunks_equal_float64_forward_and_backward(dtype, causal, shape, chunk):
 
 
 @pytest.mark.parametrize(("queries", "causal"), [(7, False), (7, True), (4, True), (4, False)])
+@pytest.mark.sample(3)
 def test_gradients_of_chunks_are_right(queries, causal):
     q, k, v = (torch.randn(2, 2, n, 3, dtype=torch.double, requires_grad=True) for n in (queries, 7, 7))
     mask = torch.rand(2, 7) < 0.7

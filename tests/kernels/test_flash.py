@@ -105,6 +105,7 @@ def test_wide_heads_in_tiles_for_smaller_cards(size):
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(64, HALF), (80, HALF), (128, HALF), (128, torch.float32)], ids=str)
+@pytest.mark.sample(2)
 def test_lists_and_masks_of_every_head_size(size, dtype):
     tensors = draw(70, 70, size=size, values=size, heads=1, batch=2, dtype=dtype)
     real = torch.arange(70, device=DEVICE) < torch.tensor([[70], [33]], device=DEVICE)
@@ -139,10 +140,12 @@ def mask(kind, keys):
 
 
 @pytest.mark.parametrize("kind", ["right", "left", "holes", "nobody"])
+@pytest.mark.sample(2)
 def test_key_masks(kind):
     check(draw(37, 37, heads=1, batch=2), key_mask=mask(kind, 37), right=0)
 
 
+@pytest.mark.slow
 def test_padding_is_not_read():
     tensors = draw(37, 37, heads=1, batch=2)
     right = mask("right", 37)

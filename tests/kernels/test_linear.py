@@ -88,6 +88,7 @@ def test_sums_are_overwritten_while_decoding_and_kept_while_training():
 @pytest.mark.parametrize("width", [0, 1, 40, 300])
 @pytest.mark.parametrize(("queries", "keys", "size"), [(130, 130, 64), (65, 200, 24), (200, 90, 17), (9, 9, 5)])
 @needs_compiler
+@pytest.mark.sample(106)
 def test_c_gives_what_the_reference_gives_of_every_map_and_window(
     causal, dtype, feature_map, width, queries, keys, size
 ):
@@ -158,6 +159,7 @@ def test_what_decoding_in_c_has_not_is_refused_when_asked_for_and_done_otherwise
 @example(cuts=[90, 91, 92], size=64, values=64)
 @torch.no_grad()
 @needs_compiler
+@pytest.mark.sample(14)
 def test_decoding_in_c_gives_what_the_reference_gives(dtype, feature_map, width, masked, cuts, size, values):
     # As projections lay heads out.
     q, k, v = (torch.randn(2, 150, 3, n).to(dtype).transpose(1, 2) for n in (size, size, values))

@@ -75,6 +75,7 @@ def _poison(x):
 
 @CAUSAL
 @pytest.mark.parametrize(("length", "keys"), [(37, 37), (1, 150), (20, 150), (150, 90)])
+@pytest.mark.sample(7)
 def test_lengths(causal, length, keys):
     check(draw(length, keys, values=32, heads=1), causal=causal, input_scale=-0.7)
 

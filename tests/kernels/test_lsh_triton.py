@@ -106,11 +106,13 @@ def mask(length):
 @pytest.mark.parametrize(
     "form", [*FORMS[:3], *(pytest.param(*form.values, id=form.id, marks=pytest.mark.slow) for form in FORMS[3:])]
 )
+@pytest.mark.sample(1)
 def test_every_form_under_a_key_mask(form):
     check(draw(35, 35, batch=4), mask(35), **form)
 
 
 @pytest.mark.parametrize("form", [FORMS[0], FORMS[2], FORMS[5], FORMS[7]])
+@pytest.mark.sample(2)
 def test_batches_without_padding(form):
     check(draw(37, 37, heads=2), **form, rounds=2)
 

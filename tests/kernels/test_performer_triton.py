@@ -95,6 +95,7 @@ def test_lengths(kernel, causal, length, keys):
 
 @KERNEL
 @CAUSAL
+@pytest.mark.sample(2)
 def test_key_masks(kernel, causal):
     check(draw(45, 45, batch=3), mask(45), kernel=kernel, causal=causal)
 
@@ -219,6 +220,7 @@ def test_large_inputs_overflow_nothing(causal):
 
 
 @CAUSAL
+@pytest.mark.sample(1)
 def test_masked_keys_and_values_are_not_read(causal):
     q, k, v = draw(45, 45, batch=3)
     real = mask(45)
@@ -247,6 +249,7 @@ def test_it_repeats_bit_by_bit(causal):
 
 
 @pytest.mark.parametrize(("kernel", "causal", "whole"), [("softmax", True, True), ("relu", False, False)])
+@pytest.mark.sample(1)
 def test_the_operator_passes_pytorchs_own_checks(kernel, causal, whole):
     q, k, v = (x.requires_grad_() for x in draw(17, 17))
     opcheck(launching.performer_forward.operator, (q, k, v, projection(16), None, None, causal, whole, kernel, 0.25))
@@ -280,6 +283,7 @@ def test_operations_are_counted():
 
 @KERNEL
 @pytest.mark.parametrize(("length", "keys"), [(70, 70), (9, 70)])
+@pytest.mark.sample(2)
 def test_a_prompt_leaves_the_state_that_tokens_follow(kernel, length, keys):
     q, k, v = draw(length, keys, batch=3)
     how: Any = {"projection": projection(16), "kernel": kernel, "scale": 0.25}

@@ -184,6 +184,7 @@ def test_keys_that_are_not_real_are_never_chosen():
     assert torch.equal(top, expected.expand(5, -1))
 
 
+@pytest.mark.slow
 def test_nan_is_not_hidden_and_padding_not_read():
     q, k, v = draw(40, 40)
     k[:, :, 20] = torch.tensor([torch.nan, -torch.nan] * 8).to(DEVICE)

@@ -43,6 +43,7 @@ def real_rows(out, mask):
 @pytest.mark.parametrize("kind", MASKS)
 @given(shape=shapes)
 @few
+@pytest.mark.sample(77)
 def test_shapes_dtypes_and_gradients_are_right_and_empty_rows_are_zero(name, causal, kind, shape):
     q, k, v = (x.requires_grad_() for x in draw(**shape))
     mask = draw_mask(kind, **shape)
@@ -62,6 +63,7 @@ def test_shapes_dtypes_and_gradients_are_right_and_empty_rows_are_zero(name, cau
 @pytest.mark.parametrize("kind", MASKS[1:])
 @given(shape=shapes)
 @few
+@pytest.mark.sample(84)
 def test_what_stands_in_padding_cannot_matter(name, causal, kind, shape):
     mechanism = make(name, causal, heads=shape["heads"], size=shape["size"])
     mask = draw_mask(kind, **shape)
@@ -76,6 +78,7 @@ def test_what_stands_in_padding_cannot_matter(name, causal, kind, shape):
 @pytest.mark.parametrize("side", ["right", "left"])
 @given(shape=shapes, extra=st.integers(1, 70))
 @few
+@pytest.mark.sample(54)
 def test_amount_of_padding_and_batch_neighbours_cannot_matter(name, causal, side, shape, extra):
     mechanism = make(name, causal, heads=shape["heads"], size=shape["size"])
     q, k, v = draw(**shape)
@@ -102,6 +105,7 @@ def test_a_mask_of_real_keys_alone_changes_nothing(name, causal, shape):
 @pytest.mark.parametrize("kind", MASKS)
 @given(shape=shapes, keys=lengths)
 @few
+@pytest.mark.sample(51)
 def test_other_numbers_of_keys_than_queries(name, causal, kind, shape, keys):
     assume(keys != shape["length"])
     mechanism = make(name, causal, heads=shape["heads"], size=shape["size"])
@@ -156,6 +160,7 @@ def test_forward_draws_nothing_and_repeats_itself(name, causal):
 
 @over_forms
 @pytest.mark.parametrize("kind", ["none", "arbitrary"])
+@pytest.mark.sample(12)
 def test_gradients_are_right(name, causal, kind):
     shape = {"batch": 2, "heads": 1, "length": 9, "size": 3, "values": 2, "seed": 1}
     mask = None if kind == "none" else draw_mask(kind, **shape)
@@ -176,6 +181,7 @@ def test_activations_that_are_checkpointed_give_the_same_gradients(name, causal)
 
 @pytest.mark.parametrize(("name", "causal"), LEARNED)
 @pytest.mark.parametrize("kind", ["none", "arbitrary"])
+@pytest.mark.sample(11)
 def test_gradients_of_what_is_learned_are_right(name, causal, kind):
     shape = {"batch": 2, "heads": 2, "length": 9, "size": 3, "values": 2, "seed": 1}
     mask = None if kind == "none" else draw_mask(kind, **shape)
@@ -262,6 +268,7 @@ def losses_and_slopes(name, causal, size):
 
 @over_forms
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.sample(48)
 def test_second_derivatives_are_right_or_refused(name, causal, way):
     differentiate, impl, dtype, may_refuse = TWICE[way]
     for loss, inputs, directions, expected in losses_and_slopes(name, causal, 16 if way == "interpreted" else 3):
@@ -282,6 +289,7 @@ def test_second_derivatives_are_right_or_refused(name, causal, way):
 @pytest.mark.parametrize("kind", MASKS)
 @given(shape=shapes)
 @few
+@pytest.mark.sample(42)
 def test_precision_is_that_of_the_dtype(name, causal, dtype, kind, shape):
     # Values of one sign, since cancellation would inflate the relative error.
     q, k, v = (x.to(dtype) for x in draw(**shape))
@@ -354,6 +362,7 @@ def test_weights_give_the_output_back(name, causal, kind):
 @over_forms
 @given(shape=shapes)
 @few
+@pytest.mark.sample(53)
 def test_layout_in_memory_cannot_matter(name, causal, shape):
     mechanism = make(name, causal, heads=shape["heads"], size=shape["size"])
     q, k, v = draw(**shape)
@@ -376,6 +385,7 @@ def test_layout_in_memory_cannot_matter(name, causal, shape):
     ],
     ids=["q", "keys", "heads", "values", "dtype", "no tokens", "no samples", "float mask", "short mask"],
 )
+@pytest.mark.sample(305)
 def test_tensors_that_do_not_fit_are_refused(name, causal, changed, words):
     tensors = dict.fromkeys("qkv", torch.zeros(2, 3, 5, 4)) | changed
     with pytest.raises(ValueError, match=words):

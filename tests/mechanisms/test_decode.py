@@ -27,6 +27,7 @@ def decoded(mechanism, tensors, mask, cuts):
 @pytest.mark.parametrize("kind", MASKS)
 @given(shape=shapes, cuts=st.lists(st.integers(1, 66), max_size=4), one_by_one=st.booleans(), grad=st.booleans())
 @few
+@pytest.mark.sample(8)
 def test_pieces_give_what_the_whole_gives(name, kind, shape, cuts, one_by_one, grad):
     length = shape["length"]
     mechanism = make(name, True, heads=shape["heads"], size=shape["size"])

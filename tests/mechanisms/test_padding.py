@@ -41,6 +41,7 @@ def check(name, causal, impl, bad, *, kind, length, keys=None, dtype=torch.float
 @over_any_padding
 @pytest.mark.parametrize("impl", ["auto", "reference"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.sample(70)
 def test_padding_may_hold_anything(name, causal, impl, bad):
     check(name, causal, impl, bad, kind="arbitrary", length=77)
 
@@ -56,6 +57,7 @@ def test_padding_may_hold_anything(name, causal, impl, bad):
     ],
     ids=["short", "left", "empty"],
 )
+@pytest.mark.sample(62)
 def test_padding_of_any_kind_may_hold_nan(name, causal, impl, inputs):
     check(name, causal, impl, math.nan, **inputs)
 
@@ -63,5 +65,6 @@ def test_padding_of_any_kind_may_hold_nan(name, causal, impl, inputs):
 @over([form for form in FORMS if form[0] not in (*FINITE_ONLY, *SELF_ONLY)])
 @pytest.mark.parametrize("impl", ["auto", "reference"])
 @pytest.mark.parametrize(("kind", "queries"), [("left", 20), ("arbitrary", 1)])
+@pytest.mark.sample(57)
 def test_padding_before_the_queries_may_hold_nan(name, causal, impl, kind, queries):
     check(name, causal, impl, math.nan, kind=kind, length=queries, keys=77)

@@ -106,6 +106,7 @@ def test_left_to_right_has_its_known_figures():
     ("name", "causal", "step", "touched", "rewritten"),
     [("strided", True, 1, 0.51, 1 / 64), ("fixed", True, 1, 0.51, 2 / 64), ("ltr", False, 1, 1.0, 2 / 64), ("rtl", False, 1, 1.0, 2 / 64)],
 )  # fmt: skip
+@pytest.mark.sample(1)
 def test_element_sparsity_is_not_block_sparsity_until_it_is_rewritten(name, causal, step, touched, rewritten):
     summary = {} if name == "strided" else {"summary": 1}
     counts = figures(find_pattern(name, 4096, causal, {"stride": 64, **summary}))["steps"][step]

@@ -45,6 +45,7 @@ def test_a_small_pattern_is_drawn_as_it_is(drawn):
     assert drawn(48, node=47)[1][1]["node"] == 47
 
 
+@pytest.mark.slow
 def test_a_large_one_is_drawn_shrunk_and_as_it_is(drawn):
     ((title, note, views), _), ((_, beside, steps), _) = drawn(49)
     assert title.startswith("strided: 49 tokens, ")

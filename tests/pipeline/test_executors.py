@@ -31,6 +31,7 @@ def test_here_an_item_that_kills_its_process_or_fails_costs_no_other(tmp_path):
     assert str(results["fails"]) == "it fails"
 
 
+@pytest.mark.slow
 def test_here_what_is_timed_is_alone_with_all_threads(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     executor = choose("local", jobs=4, options={}, folder=tmp_path)

@@ -73,6 +73,7 @@ def test_variants_are_measured_before_and_after_beside_a_base_with_the_same_trai
     assert not (out / "training").exists() or not any((out / "training").iterdir())
 
 
+@pytest.mark.slow
 def test_a_variant_that_is_good_enough_already_stays_as_it_is(study, tmp_path):
     heal = f"{HEAL}, variants: [local], budget: loss<=0}}"
     made = run(recipe.read(written(study, tmp_path / "r.yaml", heal)), tmp_path / "run")
@@ -154,6 +155,7 @@ def test_a_text_that_is_trained_on_is_not_evaluated_on(study, tmp_path):
     assert caught.value.exit_code == Exit.REFUSED
 
 
+@pytest.mark.slow
 def test_a_sweep_measures_its_plans_as_they_were_healed(study, tmp_path):
     rules = "{linear: {mechanism: linear, settings: {feature_map: hedgehog}, grid: {window: [0, 2]}}, local: {mechanism: local}}"
     file = written(study, tmp_path / "g.yaml", f"{HEAL}, variants: [linear]}}", variants=rules)

@@ -2,12 +2,14 @@
 
 import copy
 import csv
+import io
 from pathlib import Path
 
 import pytest
 
 from approx.evaluation import record as record_files
-from approx.publishing.report import write_report
+from approx.evaluation.record import Record
+from approx.publishing.report import quality_csv, speed_csv, write_report
 from typed import record_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -15,13 +17,18 @@ CLUSTERED = "layers 0–4: clustered, clusters = 25; layers 5: sdpa, –"
 MINILM = {"title": "MiniLM on SST-2 <script>alert('title')</script> & “quotes”", "checkpoint": "minilm-sst2"}
 
 
-def table(record: dict, folder: Path, name: str) -> list[dict[str, str]]:
-    write_report([record_of(record)], folder)
-    with (folder / name).open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+TABLES = {"quality.csv": quality_csv, "speed.csv": speed_csv}
 
 
-def test_every_column_of_quality_holds_its_own_figure(record, tmp_path):
+def lines_of(record: Record, name: str) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(TABLES[name]([record]), newline="")))
+
+
+def table(record: dict, name: str) -> list[dict[str, str]]:
+    return lines_of(record_of(record), name)
+
+
+def test_every_column_of_quality_holds_its_own_figure(record):
     entries = record["quality"][0]["variants"]
     entries[3] |= {"p_adjusted": 0.7, "approximated": {"examples": 40, "tokens": 0.081}}
     entries[3]["seeds"] = {"seeds": [0, 1], "scores": [0.9, 0.88], "mean": 0.89, "sd": 0.014, "low": 0.88, "high": 0.9}
@@ -33,7 +40,7 @@ def test_every_column_of_quality_holds_its_own_figure(record, tmp_path):
         "tokens_longest": "",
         "fast_products": "False",
     }
-    lines = table(record, tmp_path, "quality.csv")
+    lines = table(record, "quality.csv")
     assert [line["variant"] for line in lines] == [*(entry["name"] for entry in entries), "clustered 25"]
     about = {
         **MINILM,
@@ -82,11 +89,11 @@ def test_every_column_of_quality_holds_its_own_figure(record, tmp_path):
     }
 
 
-def test_every_column_of_speed_holds_its_own_figure(record, tmp_path):
+def test_every_column_of_speed_holds_its_own_figure(record):
     record["environment"]["gpu"] = "A GPU"
     row = record["speed"][3]
     row["variants"][0]["chosen"] = {"topk_attention": "cpu"}
-    lines = table(record, tmp_path, "speed.csv")
+    lines = table(record, "speed.csv")
     assert len(lines) == 5 * 6
     assert [line["role"] for line in lines[:6]] == ["base", "ceiling", *["variant"] * 4]
     base, ceiling, variant, *_, lost = lines[18:24]
@@ -131,11 +138,11 @@ def test_every_column_of_speed_holds_its_own_figure(record, tmp_path):
     assert lost == {**about, "role": "variant", "name": "local <128> $x$", **nothing}
 
 
-def test_no_name_is_a_formula_for_a_spreadsheet(record, tmp_path):
+def test_no_name_is_a_formula_for_a_spreadsheet(record):
     record["title"] = "=HYPERLINK(1)"
     record["checkpoint"]["name"] = "@SUM(A1)"
     for name in ("quality.csv", "speed.csv"):
-        line = table(record, tmp_path, name)[0]
+        line = table(record, name)[0]
         assert (line["title"], line["checkpoint"]) == ("'=HYPERLINK(1)", "'@SUM(A1)")
 
 
@@ -154,7 +161,9 @@ def test_one_task_at_two_lengths_has_two_keys_and_two_headings(record, tmp_path)
     short, other = record["quality"][0], copy.deepcopy(record["quality"][0])
     short["settings"], other["settings"] = {"length": 256, "examples": 872}, {"length": 2048, "examples": 872}
     record["quality"] = [short, other]
-    lines = table(record, tmp_path, "quality.csv")
+    write_report([record_of(record)], tmp_path)
+    lines = table(record, "quality.csv")
+    assert (tmp_path / "quality.csv").read_text("utf-8") == quality_csv([record_of(record)])
     found = keys(lines, MEASURED)
     assert len(set(found)) == len(found) == 8
     assert {line["settings"] for line in lines} == {
@@ -170,17 +179,16 @@ def test_one_task_at_two_lengths_has_two_keys_and_two_headings(record, tmp_path)
         assert f"(dev; {words})" in text
 
 
-def test_plans_are_in_both_tables(record, tmp_path):
-    quality, speed = (table(record, tmp_path, name) for name in ("quality.csv", "speed.csv"))
+def test_plans_are_in_both_tables(record):
+    quality, speed = (table(record, name) for name in ("quality.csv", "speed.csv"))
     assert {line["plan"] for line in quality if line["variant"] == "clustered 25"} == {CLUSTERED}
     assert {line["plan"] for line in speed if line["name"] == "clustered 25"} == {CLUSTERED}
     assert {line["plan"] for line in speed if line["role"] != "variant"} == {""}
 
 
 @pytest.mark.parametrize("folder", sorted((ROOT / "reports").glob("*/report.json")), ids=lambda path: path.parent.name)
-def test_no_two_rows_of_a_report_have_one_key(folder, tmp_path):
-    write_report([record_files.load(folder)], tmp_path)
+def test_no_two_rows_of_a_report_have_one_key(folder):
+    record = record_files.load(folder)
     for name, measured in (("quality.csv", MEASURED), ("speed.csv", TIMED)):
-        with (tmp_path / name).open(encoding="utf-8", newline="") as file:
-            found = keys(list(csv.DictReader(file)), measured)
+        found = keys(lines_of(record, name), measured)
         assert len(set(found)) == len(found), name

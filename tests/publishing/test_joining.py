@@ -66,6 +66,7 @@ def _base(speed: dict[str, Any]) -> None:
         (lambda speed: speed.update(variants=[]), "no converted model"),
     ],
 )
+@pytest.mark.sample(3)
 def test_records_that_do_not_belong_together_stay_apart_and_the_page_says_why(halves, change, reason):
     quality, speed = halves
     change(speed)

@@ -72,6 +72,7 @@ def test_the_files_are_those_that_are_named(record, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["index.html", "report.md", "quality.csv"])
+@pytest.mark.sample(1)
 def test_files_that_are_not_of_a_report_are_replaced_only_by_force(record, tmp_path, name):
     (tmp_path / name).write_text("mine")
     with pytest.raises(ApproxError, match="is not of a report") as refused:

@@ -59,6 +59,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize(("fault", "code", "words"), FAULTS.values(), ids=FAULTS)
+@pytest.mark.sample(4)
 def test_a_fault_is_told_in_one_line_and_the_same_command_completes_the_push(converted, hub, fault, code, words):
     hub.faults = [fault]
     with pytest.raises(ApproxError) as caught:

@@ -52,6 +52,7 @@ def compiled(model, backend: Any = "eager", **more):
 
 
 @pytest.mark.parametrize(("family", "name"), CASES)
+@pytest.mark.sample(4)
 def test_a_converted_model_compiles_without_a_break(family, name):
     model, inputs = convert(family, name)
     expected = outputs(model, inputs, **UNCACHED[family])
@@ -149,6 +150,7 @@ def test_what_is_learned_is_learned_through_the_operator():
         if name in MECHANISMS
     ],
 )
+@pytest.mark.sample(6)
 def test_a_converted_model_is_exported_saved_and_loaded(family, name, tmp_path):
     model, inputs = convert(family, name)
     expected = outputs(model, inputs, **UNCACHED[family])

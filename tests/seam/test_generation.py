@@ -21,6 +21,7 @@ from zoo import tiny
     ("architecture", "way"),
     [*((name, way) for name in DECODERS[:2] for way in WAYS), (DECODERS[2], "greedy"), ("MixtralForCausalLM", "beams")],
 )
+@pytest.mark.sample(15)
 def test_the_cache_changes_no_token(architecture, way, mechanism):
     model = decoder(architecture, rule(mechanism, "2-3" if architecture.startswith("Whisper") else "1-2"))
     inputs = prompts(model)
@@ -70,6 +71,7 @@ def test_groups_of_heads_decode_from_all_their_states(other):
 
 
 @pytest.mark.parametrize("mechanism", DECODING)
+@pytest.mark.sample(15)
 def test_a_prompt_read_in_chunks_gives_the_same_logits(mechanism):
     model = decoder("LlamaForCausalLM", rule(mechanism))
     inputs = prompts(model)

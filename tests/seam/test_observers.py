@@ -74,6 +74,7 @@ def agree(actual: Tensor, expected: Tensor, mask: Tensor) -> None:
 
 @over_all
 @pytest.mark.parametrize("padded", [0, 7])
+@pytest.mark.sample(28)
 def test_what_was_traced_is_right_for_other_inputs_and_masks_of_the_shape(family, name, padded):
     net = converted(family, name)
     with torch.no_grad():

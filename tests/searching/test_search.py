@@ -356,6 +356,7 @@ def test_the_seed_is_that_of_times_of_parts_and_of_the_proof(searching, clock, m
 
 
 @pytest.mark.parametrize("name", ["exact_limit", "padding", "causality"])
+@pytest.mark.sample(1)
 def test_a_plan_that_fails_a_check_is_not_verified(searching, monkeypatch, name):
     monkeypatch.setattr(search.verify, name, lambda *about: Check(name, False, "it differs"))
     found = searching(budget="kl<=0.5", front=0, time_budget="1h").run()

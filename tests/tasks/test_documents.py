@@ -50,6 +50,7 @@ def test_a_limit_keeps_every_class_and_the_same_ids(tmp_path):
     assert {example.label for example in part.examples} == {0, 1}
 
 
+@pytest.mark.slow
 def test_imdb_is_whole_from_25000_texts_on(tmp_path):
     rows = [json.dumps({"text": "fine", "label": row % 2}) + "\n" for row in range(25_000)]
     for split, count in (("test", 24_999), ("test", 25_000), ("train", 25_000)):

@@ -169,6 +169,7 @@ def hub_on_disk(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("subset", glue.GLUE)
+@pytest.mark.sample(8)
 def test_the_hub_layout_gives_the_same_examples_as_the_files(subset, folder, hub_on_disk):
     task = open_task(f"glue/{subset}")
     files = task.load(folder)
@@ -230,6 +231,7 @@ def test_the_hub_dataset_has_the_official_rows(subset):
 
 @pytest.mark.parametrize("subset", ["cola", "sst2", "mrpc", "stsb", "rte"])
 @pytest.mark.parametrize("split", ["train", "dev"])
+@pytest.mark.sample(6)
 def test_real_files_have_the_official_rows(subset, split, shared_data):
     loaded = open_task(f"glue/{subset}").load(shared_data / "glue", split)
     assert (loaded.name, len(loaded.examples), loaded.subset) == (

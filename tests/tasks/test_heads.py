@@ -123,6 +123,7 @@ def same(first, second):
 @pytest.mark.parametrize(
     ("architecture", "name", "settings"), CASES, ids=lambda value: value if isinstance(value, str) else ""
 )
+@pytest.mark.sample(5)
 def test_base_and_converted_are_compared_and_batches_change_nothing(architecture, name, settings, data):
     model, task = model_of(architecture), open_task(name, **settings)
     processor = tokenizer_of(model.config)

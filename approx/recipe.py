@@ -209,7 +209,7 @@ def _loose_ends(made: Study, data: dict[str, Any], what: str) -> Iterator[Mistak
 def _own_mistakes(made: Recipe) -> Iterator[Mistake]:
     for name, stage in made.search.items():
         where = ("search", name)
-        yield from (Mistake(where, f"recipe.search.{name}: {told}") for told in contradictions(stage))
+        yield from (Mistake(where, f"recipe.search.{name}: {sentence}") for sentence in contradictions(stage))
         if name in (*made.variants, BASE, CEILING):
             yield Mistake(where, f"recipe.search: '{name}' is the name of another variant. Choose another one.")
     yield from _push_mistakes(made)
@@ -274,8 +274,8 @@ def replaced(
             for stage in recipe.heal
         ]
     made = recipe.model_copy(update=changes)
-    told = [("checkpoint", checkpoint), *(("data", one) for one in data), ("limit", limit)]
-    made._text = recipe.text + "".join(f"# Replaced: {name} {value}\n" for name, value in told if value is not None)
+    replaced = [("checkpoint", checkpoint), *(("data", one) for one in data), ("limit", limit)]
+    made._text = recipe.text + "".join(f"# Replaced: {name} {value}\n" for name, value in replaced if value is not None)
     return made
 
 

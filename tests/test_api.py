@@ -48,7 +48,7 @@ def test_a_record_of_speed_says_what_was_asked_for(study):
     assert told[-1] == ("bench", 1, 1)
 
 
-def test_only_names_of_lines_that_every_report_has_are_told_apart():
+def test_distinguishes_only_names_that_every_report_has():
     assert [label_of(f"some/{name}") for name in (BASE, CEILING, "mine")] == [
         f"{BASE} (converted)",
         f"{CEILING} (converted)",
@@ -92,7 +92,7 @@ def test_a_base_that_is_converted_itself_is_refused(study):
         (lambda: api.evaluate("nowhere", EvaluateStage(task="needel")), "Did you mean 'needle'?"),
     ],
 )
-def test_a_mistake_in_an_option_is_told_before_anything_is_opened(call, sentence):
+def test_names_a_wrong_option_before_it_opens_anything(call, sentence):
     with pytest.raises(ApproxError) as caught:
         call()
     assert sentence in str(caught.value)

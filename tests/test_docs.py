@@ -170,7 +170,7 @@ def test_a_command_that_cannot_work_is_found(line):
     assert mistake(shlex.split(line))
 
 
-def test_an_example_is_told_from_what_runs():
+def test_distinguishes_examples_from_commands_that_run():
     text = "<!-- example: yours -->\n```bash\na b  # c\n```\n\n```bash\nd\n```"
     assert [(block.example, commands(block)) for block in blocks(text)] == [(True, [["a", "b"]]), (False, [["d"]])]
 

@@ -76,7 +76,7 @@ def test_all_mistakes_are_found_at_once(read):
     )
 
 
-def test_a_rule_of_a_wrong_form_is_told_once(read):
+def test_names_a_malformed_rule_once(read):
     made = read(
         "  x: {mechanism: local, settings: 3, grid: {left: [1, 2], exact_below: [-1, 0]}}\n  y: {grid: {left: [1]}}\n"
     )

@@ -18,7 +18,7 @@ def test_the_schemas_are_those_of_the_models():
 
 
 @pytest.mark.parametrize("name", ["recipe", "grid"])
-def test_an_editor_is_told_what_each_key_is_and_which_names_there_are(name):
+def test_schema_describes_each_key_and_lists_names(name):
     schema = json.loads((SCHEMAS / f"{name}.json").read_text("utf-8"))
     described = [schema["properties"], *(part["properties"] for part in schema["$defs"].values())]
     assert [key for keys in described for key, value in keys.items() if "description" not in value] == []

@@ -80,7 +80,7 @@ def test_a_file_that_holds_nothing_right_still_ends():
     assert len(mistakes) == 4
 
 
-def test_lines_are_told_in_the_order_of_the_file():
+def test_mistakes_follow_the_order_of_the_file():
     document = load("b: 1\na:\n  - c: 2\n    c: 3\n")
     mistakes = [Mistake(("a", 0, "c"), "x.a[0].c: late."), Mistake(("b",), "x.b: early.")]
     assert told(mistakes, "f.yaml", document) == [
@@ -91,7 +91,7 @@ def test_lines_are_told_in_the_order_of_the_file():
     assert told(mistakes, "f.yaml") == ["f.yaml, x.a[0].c: late.", "f.yaml, x.b: early."]
 
 
-def test_keywords_are_told_alike():
+def test_keywords_have_the_same_messages():
     with pytest.raises(
         ApproxError, match=r"(?s)^x: unknown key 'titel'. Did you mean 'title'.*x.share: a finite number"
     ):

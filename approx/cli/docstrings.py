@@ -16,12 +16,14 @@ def description(thing: Any) -> list[str]:
 
 def arguments(thing: Any, section: str = "Args") -> dict[str, str]:
     """Name -> meaning of the entries of a section of a docstring; a class also has those of its base classes."""
-    told: dict[str, str] = {}
+    found: dict[str, str] = {}
     for owner in reversed(thing.__mro__) if isinstance(thing, type) else [thing]:
         # Without cleandoc, the docstring of a base class would come again.
         sections = _SECTION.split(inspect.cleandoc(owner.__doc__ or ""))
         for title, text in zip(sections[1::2], sections[2::2], strict=True):
             if title == section:
                 _, *entries = _ENTRY.split(text)
-                told |= {name: " ".join(words.split()) for name, words in zip(entries[::2], entries[1::2], strict=True)}
-    return told
+                found |= {
+                    name: " ".join(words.split()) for name, words in zip(entries[::2], entries[1::2], strict=True)
+                }
+    return found

@@ -132,7 +132,7 @@ def tasks(
     about, explained = _task(name), _metrics(name)
     metrics = table(
         ["metric", "unit", "default margin", "better", "meaning"],
-        [[metric, *told.values()] for metric, told in explained.items()],
+        [[metric, *facts_of.values()] for metric, facts_of in explained.items()],
     )
     facts = {
         "Package": about["package"] or "",

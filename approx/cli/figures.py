@@ -14,8 +14,8 @@ from approx.publishing.report import Comparison
 _SPEED = ("batch", "tokens", "", "ms", "speed-up", "95 %", "of ceiling", "MB", "verdict")
 _DECODING = ("batch", "prompt", "", "tokens/s", "speed-up", "95 %", "of ceiling", "cache MB", "verdict")
 _REMEDY = (
-    "Too few rounds were undisturbed, or they vary too much. Time again on an idle machine: `approx bench --wait-idle 600` "
-    "waits for one."
+    "Too few rounds were undisturbed, or they vary too much. Time again on an idle machine: `approx bench --wait-idle "
+    "600` waits for one."
 )
 _PASSED = {True: "passed", False: "FAILED", None: "does not apply"}
 
@@ -79,7 +79,7 @@ def _speed_rows(entry: Speed) -> Iterator[list[str] | None]:
         believed = verdict = None
         if isinstance(row, Relative):
             believed = entry.believed(row)
-            # Of the ceiling only that it is not settled is told.
+            # The ceiling only says that it is not settled.
             verdict = entry.verdict(row) if isinstance(row, SpeedVariant) or not believed.ratio else None
         yield [
             "" if number or entry.batch == 1 else str(entry.batch),

@@ -110,10 +110,10 @@ def _shown(found: "Searched", output: Path) -> "list[Table | str]":
         shown.append(quality_table(found.quality))
     if found.speed is not None:
         shown += speed_tables([found.speed])
-    told = f"{found.measured} plans were measured in {found.seconds:.0f} s"
+    summary = f"{found.measured} plans were measured in {found.seconds:.0f} s"
     if found.correlation is not None:
-        told += f"; predicted and measured damage of them agree in rank by {found.correlation:.2f}"
-    shown.append(f"{told}.")
+        summary += f"; predicted and measured damage of them agree in rank by {found.correlation:.2f}"
+    shown.append(f"{summary}.")
     if found.plan is not None:
         shown.append(f"Plan: {output if found.feasible or found.interrupted else folder_of(output) / BEST}")
     if found.speed is not None:

@@ -131,10 +131,10 @@ def run(
         )  # fmt: skip
     tables = [*map(quality_table, made.quality), *speed_tables(made.speed)]
     files = [f"Record: {folder / 'record.json'}", f"Report: {folder / 'report' / 'index.html'}"]
-    files += [_told(outcome) for outcome in pushed]
+    files += [_push_line(outcome) for outcome in pushed]
     terminal.result(made.to_data(), *([read.notice] if read.notice else []), *recommendation(made), *tables, *files)
-    told = [_told(outcome) for outcome in pushed] if terminal.json_output else []
-    for note in dict.fromkeys([*told, *(note for outcome in pushed for note in outcome["notes"])]):
+    lines = [_push_line(outcome) for outcome in pushed] if terminal.json_output else []
+    for note in dict.fromkeys([*lines, *(note for outcome in pushed for note in outcome["notes"])]):
         terminal.note(note)
 
 
@@ -179,12 +179,13 @@ def _settling(task: str) -> tuple[dict[str, Any], str]:
     fewest = fewest_examples(metric.margin / 100)
     # Twice as many, so that a few may change.
     return {"margin": metric.margin, "limit": -(-2 * fewest // 100) * 100}, (
-        f"# The margin is the loss that you accept, in points. To show that no more is lost takes {fewest:,} examples if nothing "
-        "changes on any\n# of them, and more if something does; the report says how many. limit takes the first of the data."
+        f"# The margin is the loss that you accept, in points. To show that no more is lost takes {fewest:,} examples "
+        "if nothing changes on any\n# of them, and more if something does; the report says how many. limit takes the "
+        "first of the data."
     )
 
 
-def _told(push: dict[str, Any]) -> str:
+def _push_line(push: dict[str, Any]) -> str:
     """The outcome of a push in one line."""
     if "url" not in push:
         return f"Not pushed: {push['output']} holds what would be."

@@ -1,4 +1,4 @@
-"""Open checkpoints and their variants, measure quality and speed side by side, and make a record that says what was measured."""
+"""Open checkpoints and their variants, measure quality and speed side by side, and make a record."""
 
 import ast
 import copy
@@ -154,7 +154,7 @@ def reseeding(opened: Checkpoint, subject: Subject) -> Callable[[int], AbstractC
         subject: The checkpoint as a subject of an evaluation.
 
     Raises:
-        ApproxError: if mechanisms were fitted to the user's own text, which a checkpoint does not store.
+        ApproxError: if mechanisms were fitted to a text of the user, which a checkpoint does not store.
     """
     if not opened.source.converted:
         return None
@@ -177,7 +177,7 @@ def reseeding(opened: Checkpoint, subject: Subject) -> Callable[[int], AbstractC
     @contextmanager
     def reseeded(raised: int) -> Iterator[Subject]:
         seeds = [mechanism.seed for mechanism in drawing]
-        kept = [{name: value.clone() for name, value in mechanism.state_dict().items()} for mechanism in drawing]
+        states = [{name: value.clone() for name, value in mechanism.state_dict().items()} for mechanism in drawing]
         try:
             with torch.no_grad():
                 for mechanism, seed in zip(drawing, seeds, strict=True):
@@ -187,14 +187,14 @@ def reseeding(opened: Checkpoint, subject: Subject) -> Callable[[int], AbstractC
             identity = None if subject.identity is None else fingerprint(subject.identity, "seed", raised)
             yield replace(subject, name=f"{subject.name}, seed + {raised}", identity=identity, reseeded=None)
         finally:
-            for mechanism, seed, state in zip(drawing, seeds, kept, strict=True):
+            for mechanism, seed, state in zip(drawing, seeds, states, strict=True):
                 mechanism.seed = seed
                 mechanism.load_state_dict(state)
 
     return reseeded
 
 
-_BESIDE_WEIGHTS = (".json", ".txt", ".model")
+_COMPANIONS = (".json", ".txt", ".model")
 _COMPUTES = ("checkpoints", "conversion", "evaluation", "measuring", "mechanisms", "planning", "seam", "tasks")
 
 
@@ -225,11 +225,11 @@ def computed_by(device: torch.device, *, fast_products: bool = False) -> str:
     return computes + (f", {fingerprint(ways)}" if ways else "") + ", fast products" * fast_products
 
 
-def beside(folder: Path) -> str:
+def companions_sha256(folder: Path) -> str:
     """Hash the files of a checkpoint's folder other than weights: config and tokenizer."""
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
-        if path.is_file() and path.suffix in _BESIDE_WEIGHTS:
+        if path.is_file() and path.suffix in _COMPANIONS:
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
@@ -343,7 +343,7 @@ def task_of(stage: EvaluateStage) -> Task:
 
 
 def subject_of(label: str, one: checkpoint.Checkpoint, processor: Any, *, fast_products: bool = False) -> Subject:
-    """A checkpoint as evaluations read it: identified by its hash, and if it is converted, with what it approximates."""
+    """A checkpoint for evaluations: identified by its hash and, if converted, with the inputs that it approximates."""
     known = fingerprint(identity(one), computed_by(one.model.device, fast_products=fast_products))
     if not one.source.converted:
         return Subject(label, one.model, processor, known)
@@ -431,7 +431,7 @@ def measure_speed(
 
 
 def _forwards(models: Mapping[str, Any]) -> list[Contender]:
-    """Contenders that make one forward pass: the first model is the base, in its own ways and without attention."""
+    """Contenders that make one forward pass; the first model is the base, which also runs without attention."""
     base = models[BASE]
 
     def without_attention(inputs: Any) -> Any:
@@ -532,9 +532,9 @@ def _path(data: str | None) -> Path | None:
     return None if data is None else Path(data)
 
 
-def _check_choice(what: str, given: str) -> None:
-    if given not in CHOICES[what]:
-        raise ApproxError(f"The {what} '{given}' is unknown; allowed are {', '.join(CHOICES[what])}.")
+def _check_choice(what: str, name: str) -> None:
+    if name not in CHOICES[what]:
+        raise ApproxError(f"The {what} '{name}' is unknown; allowed are {', '.join(CHOICES[what])}.")
 
 
 def open_pair(
@@ -579,8 +579,8 @@ def open_pair(
             raise ApproxError(
                 f"--against {base.source.name} is converted itself. Name the exact checkpoint it was made from."
             )
-        own = base if isinstance(model, str) else replace(base, model=copy.deepcopy(model))
-        base = under_exact_attention(own)
+        copied = base if isinstance(model, str) else replace(base, model=copy.deepcopy(model))
+        base = under_exact_attention(copied)
     elif against is None:
         return {BASE: base}
     return {BASE: base, label: opened(label, model)}

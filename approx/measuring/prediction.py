@@ -91,7 +91,7 @@ class Decoder:
 
 
 def decoders(models: Mapping[str, Any], new_tokens: int) -> list[Contender]:
-    """Contenders that decode: the first model is the base, in its own ways and without attention.
+    """Contenders that decode; the first model is the base, which also runs without attention.
 
     Raises:
         ApproxError: if a model does not continue a text.
@@ -103,15 +103,15 @@ def decoders(models: Mapping[str, Any], new_tokens: int) -> list[Contender]:
         return Contender(name, decoder.run, begin=decoder.begin, cache_mb=decoder.cache_mb, **role)
 
     base = models[BASE]
-    own = Decoder(base, new_tokens)
+    decoder = Decoder(base, new_tokens)
 
     def fastest(inputs: Any) -> Tensor:
         with fastest_exact(base):
-            return own.run(inputs)
+            return decoder.run(inputs)
 
     return [
-        contender(BASE, own, role="base"),
-        Contender("fastest way", fastest, "exact", begin=own.begin),
+        contender(BASE, decoder, role="base"),
+        Contender("fastest way", fastest, "exact", begin=decoder.begin),
         contender(CEILING, Decoder(base, new_tokens, attention_free), role="ceiling"),
         *(contender(label, Decoder(model, new_tokens)) for label, model in models.items() if label != BASE),
     ]
@@ -200,21 +200,21 @@ def continued(
     read = [_read(opened, prompt, max_new_tokens) for prompt in prompts]
     results = []
     for prompt, ids in zip(prompts, read, strict=True):
-        said = {}
+        outputs = {}
         for label, one in opened.items():
             if not results:
                 # The first call compiles and allocates.
                 _continue(one, ids, min(2, max_new_tokens), ways, seed)
-            said[label] = _continue(one, ids, max_new_tokens, ways, seed)
+            outputs[label] = _continue(one, ids, max_new_tokens, ways, seed)
         tokenizer = checkpoint.processor(opened[BASE].source)
         results.append(
             {
                 "prompt": prompt,
                 "tokens": ids.shape[1],
-                "continuations": said,
+                "continuations": outputs,
                 "differences": {
-                    label: _difference(tokenizer, said[BASE]["tokens"], entry["tokens"])
-                    for label, entry in said.items()
+                    label: _difference(tokenizer, outputs[BASE]["tokens"], entry["tokens"])
+                    for label, entry in outputs.items()
                     if label != BASE
                 },
             }
@@ -245,7 +245,7 @@ def _read(opened: Mapping[str, checkpoint.Checkpoint], prompt: str, new: int) ->
             room = limit - len(ids)
             remedy = f"at most {room} new tokens (--max-new-tokens {room})" if room > 0 else "a shorter prompt"
             raise ApproxError(
-                f"The prompt has {len(ids)} tokens and {new} more were asked for, but {one.source.name} takes {limit} "
+                f"The prompt has {len(ids)} tokens and {new} more are to follow, but {one.source.name} takes {limit} "
                 f"positions. Use {remedy}, or convert with --max-length {len(ids) + new}."
             )
     return torch.tensor([ids])
@@ -308,13 +308,13 @@ _WHISPER_SECONDS = 30
 
 
 def compare(
-    opened: Mapping[str, checkpoint.Checkpoint], given: str, *, question: str | None = None, top: int = 5
+    opened: Mapping[str, checkpoint.Checkpoint], source: str, *, question: str | None = None, top: int = 5
 ) -> dict[str, Any]:
     """Predict from one input with every model.
 
     Args:
         opened: Label -> checkpoint; the first is the base of all others.
-        given: A text or the path of a .txt file; the path of a FLAC or WAV file for speech, of an image file for
+        source: A text or the path of a .txt file; the path of a FLAC or WAV file for speech, of an image file for
             images.
         question: The question to the text, for question answering and only for it.
         top: Number of candidates for each hidden token of a masked language model.
@@ -329,17 +329,17 @@ def compare(
     """
     heads = {label: _head(one) for label, one in opened.items()}
     if len(set(heads.values())) > 1:
-        said = ", ".join(f"{label} is a {type(one.model).__name__}" for label, one in opened.items())
-        raise ApproxError(f"The models have different heads: {said}. Compare models of one task.", Exit.UNSUPPORTED)
+        classes = ", ".join(f"{label} is a {type(one.model).__name__}" for label, one in opened.items())
+        raise ApproxError(f"The models have different heads: {classes}. Compare models of one task.", Exit.UNSUPPORTED)
     head = heads[BASE]
     if (question is not None) != (head[1] == "ForQuestionAnswering"):
         used = "needs a question about the text: give it with --question" if question is None else "takes no --question"
         raise ApproxError(f"A {type(opened[BASE].model).__name__} {used}.")
     if head in _TASKS:
-        kind, said = "text", _by_task(opened, _TASKS[head], given, question)
+        kind, predictions = "text", _by_task(opened, _TASKS[head], source, question)
     else:
-        kind, said = _by_pipeline(opened, _PIPELINES[head], given, top)
-    return {"input": given, "question": question, "kind": kind, "predictions": said}
+        kind, predictions = _by_pipeline(opened, _PIPELINES[head], source, top)
+    return {"input": source, "question": question, "kind": kind, "predictions": predictions}
 
 
 def _head(one: checkpoint.Checkpoint) -> tuple[str, str]:
@@ -354,16 +354,16 @@ def _head(one: checkpoint.Checkpoint) -> tuple[str, str]:
 
 
 def _by_task(
-    opened: Mapping[str, checkpoint.Checkpoint], name: str, given: str, question: str | None
+    opened: Mapping[str, checkpoint.Checkpoint], name: str, source: str, question: str | None
 ) -> dict[str, Any]:
     """What the task of an evaluation predicts for the input."""
     limit = positions.limit(opened[BASE].model.config)
     # Windows of a short position table cannot share as much as those of an evaluation.
     shared: dict[str, Any] = {} if question is None or limit is None else {"stride": min(128, limit // 4)}
     task = open_task(name, **shared)
-    inputs = {"recording": Recording.of(given, Path(given))} if question is None else {}
+    inputs = {"recording": Recording.of(source, Path(source))} if question is None else {}
     if question is not None:
-        inputs = {"question": question, "context": _text(given)}
+        inputs = {"question": question, "context": _text(source)}
     split = Split("input", [Example("the input", inputs, "" if question is None else [])], subset=False)
     subjects = [Subject(label, one.model, checkpoint.processor(one.source)) for label, one in opened.items()]
     for subject in subjects:
@@ -375,17 +375,17 @@ def _by_task(
 
 
 def _by_pipeline(
-    opened: Mapping[str, checkpoint.Checkpoint], name: str, given: str, top: int
+    opened: Mapping[str, checkpoint.Checkpoint], name: str, source: str, top: int
 ) -> tuple[str, dict[str, Any]]:
     """What transformers' pipeline makes of the input, as plain data."""
-    said, kind = {}, ""
+    predictions, kind = {}, ""
     for label, one in opened.items():
-        reads: Any = _text(given)
+        reads: Any = _text(source)
         if name in ("audio-classification", "automatic-speech-recognition"):
-            sound = Recording.of(given, Path(given)).decoded(RATE)
+            sound = Recording.of(source, Path(source)).decoded(RATE)
             reads = {"raw": sound, "sampling_rate": RATE}
         elif name == "image-classification":
-            reads = Picture.of(given, Path(given)).decoded()
+            reads = Picture.of(source, Path(source)).decoded()
         else:
             _check_text(one, reads)
         settings: dict[str, Any] = {}
@@ -398,8 +398,8 @@ def _by_pipeline(
         elif name == "automatic-speech-recognition":
             settings = {"return_timestamps": len(reads["raw"]) > _WHISPER_SECONDS * RATE}
         with torch.inference_mode():
-            kind, said[label] = _plain(name, _pipeline(name, one)(reads, **settings))
-    return kind, said
+            kind, predictions[label] = _plain(name, _pipeline(name, one)(reads, **settings))
+    return kind, predictions
 
 
 def _pipeline(name: str, one: checkpoint.Checkpoint) -> Any:
@@ -410,8 +410,8 @@ def _pipeline(name: str, one: checkpoint.Checkpoint) -> Any:
         if getattr(reader, part, None) is not None
     }
     if not parts:
-        own = {"input_ids": "tokenizer", "pixel_values": "image_processor"}
-        parts = {own.get(one.model.main_input_name, "feature_extractor"): reader}
+        keys = {"input_ids": "tokenizer", "pixel_values": "image_processor"}
+        parts = {keys.get(one.model.main_input_name, "feature_extractor"): reader}
     return transformers.pipeline(name, model=one.model, device=one.model.device, **parts)  # type: ignore[call-overload]  # the name is one of the table's
 
 
@@ -424,17 +424,17 @@ def _plain(name: str, outputs: Any) -> tuple[str, Any]:
             {"word": one["word"], "label": one["entity"], "probability": float(one["score"])} for one in outputs
         ]
     if name == "fill-mask":
-        # A single mask is not in a list of its own.
+        # A single mask is not in a nested list.
         masks = outputs if isinstance(outputs[0], list) else [outputs]
         return "masks", [{one["token_str"].strip(): float(one["score"]) for one in mask} for mask in masks]
     return "labels", {one["label"]: float(one["score"]) for one in outputs}
 
 
-def _text(given: str) -> str:
+def _text(source: str) -> str:
     """A text, or the content of a .txt file."""
-    if not given.endswith(".txt"):
-        return given
-    return read_text(Path(given), settable=False)
+    if not source.endswith(".txt"):
+        return source
+    return read_text(Path(source), settable=False)
 
 
 def _check_text(one: checkpoint.Checkpoint, text: str) -> None:

@@ -29,9 +29,9 @@ from approx.finetuning.trainer import digest_of, overlap
 from approx.grid import Grid
 from approx.measuring.measure import (
     Progress,
-    beside,
     choose_device,
     code,
+    companions_sha256,
     computed_by,
     examples_read,
     identity,
@@ -373,7 +373,14 @@ class Study:
             refuse_trained_on(asked.heal, task)
         self._data = [rehearse(base, task) for task in asked.evaluate]
         # Weights, config, dtype, versions and code are in the identity.
-        self._about = (identity(base), beside(base.source.folder), asked.device, asked.dtype, asked.seed, *about)
+        self._about = (
+            identity(base),
+            companions_sha256(base.source.folder),
+            asked.device,
+            asked.dtype,
+            asked.seed,
+            *about,
+        )
 
     def open(self, conversions: Conversions | None = None) -> dict[str, Checkpoint]:
         """The base and the converted checkpoints, by label; each is loaded once per process.
@@ -533,7 +540,7 @@ class Pushes:
         parts: The stages that the record is made of.
         send: Whether to push; otherwise the folders that would be pushed are written into `push/` of the run.
         offline: Without `send`: whether the hub may not be asked for the licence of the base.
-        told: Called with stage, done and total.
+        progress: Called with stage, done and total.
     """
 
     study: Study
@@ -543,7 +550,7 @@ class Pushes:
     parts: tuple[Stage, ...]
     send: bool
     offline: bool
-    told: Callable[[str, int, int], None]
+    progress: Callable[[str, int, int], None]
 
     def stages(self) -> list[Stage]:
         """One stage for each push; the outcome is that of `approx.push`. Folders that are only written are written every time."""
@@ -584,7 +591,7 @@ class Pushes:
     def _push(self, asked: PushStage) -> dict[str, Any]:
         folder = self._folder(asked).product
         assert folder is not None  # conversions and trainings make folders
-        more: dict[str, Any] = {"records": [self.record], "public": asked.public, "progress": self.told}
+        more: dict[str, Any] = {"records": [self.record], "public": asked.public, "progress": self.progress}
         more |= {"base_model": asked.base_model, "license": asked.license, "language": asked.language}
         if not self.send:
             # As the hub's own cache writes it, since no name holds two hyphens.

@@ -1,7 +1,7 @@
 """The store of finished stages: each outcome is stored under a hash of everything it depends on, and computed once.
 
-A stage is idempotent, and its outcome is one file, written atomically. So stages can run anywhere, in any order, twice or
-in parallel, and finished stages survive any crash.
+A stage is idempotent, and its outcome is one file, written atomically. So stages can run anywhere, in any order, twice
+or in parallel, and finished stages survive any crash.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ import torch
 
 from approx.errors import ApproxError, Exit
 from approx.evaluation.evaluate import fingerprint
-from approx.measuring.measure import Progress, beside, code, silent
+from approx.measuring.measure import Progress, code, companions_sha256, silent
 from approx_kernels.runtime.atomic_file import write_whole
 
 T = TypeVar("T")
@@ -195,8 +195,8 @@ class Submitit:
         cluster = options.pop("cluster", "slurm")
         if cluster == "slurm" and shutil.which("sbatch") is None:
             raise ApproxError(
-                "The executor 'submitit' needs SLURM, but sbatch is not installed. Run the command on a login node, or try it on "
-                "this machine with --set-executor cluster=local.",
+                "The executor 'submitit' needs SLURM, but sbatch is not installed. Run the command on a login node, or "
+                "try it on this machine with --set-executor cluster=local.",
                 Exit.MISSING,
             )
         here = cluster != "slurm"
@@ -298,7 +298,8 @@ class Stage:
     Attributes:
         name: Description: `evaluate clustered clusters=25 on needle`.
         key: From `stage_key`.
-        compute: Makes the product and returns the result, plain data if it is stored; pickled if it runs in another process.
+        compute: Makes the product and returns the result, plain data if it is stored; pickled if it runs in another
+            process.
         inputs: Stages that must be done before.
         product: The file or folder that it makes, if any; if it is missing or different, the stage is not done.
         alone: Whether nothing may run in parallel, because it is timed.
@@ -398,8 +399,8 @@ def complete(
     A stage needed only by others is skipped if none of them is computed.
 
     Args:
-        stages: The stages, computed in this order as far as their inputs allow; stages with the same key are one. Inputs are
-            computed whether they are listed or not.
+        stages: The stages, computed in this order as far as their inputs allow; stages with the same key are one.
+            Inputs are computed whether they are listed or not.
         store: The store of outcomes.
         executor: Runs the stages.
         keep_going: Whether a failed stage stops only those that depend on it; otherwise its error is raised.
@@ -482,4 +483,4 @@ def _hash(product: Path | None) -> str | None:
     """Hash a file, or the files of a checkpoint's folder other than weights; the manifest among them hashes the weights."""
     if product is None or not product.exists():
         return None
-    return beside(product) if product.is_dir() else hashlib.sha256(product.read_bytes()).hexdigest()
+    return companions_sha256(product) if product.is_dir() else hashlib.sha256(product.read_bytes()).hexdigest()

@@ -66,7 +66,7 @@ def draw(identity: str, description: str, paint: Callable[[Axes], None], inches:
         axes.patch.set_visible(False)
         paint(axes)
         if entries := axes.get_legend_handles_labels()[0]:
-            # The legend gets room of its own, so that it does not shrink the plot.
+            # The legend has separate room, so that it does not shrink the plot.
             lines = -(-len(entries) // _LEGEND_COLUMNS)
             figure.set_size_inches(inches[0], inches[1] + _LEGEND_LINE * max(lines - _LEGEND_FREE, 0))
             figure.legend(loc="outside lower center", ncols=_LEGEND_COLUMNS, fontsize=8.5)
@@ -163,8 +163,8 @@ def spans_figure(variants: list[Variant], identity: str) -> Markup | None:
 
 
 def _with_spans(variants: list[Variant]) -> list[tuple[str, list[Layer]]]:
-    held = [(variant.name, [layer for layer in variant.layers if layer.spans]) for variant in variants]
-    return [(name, layers) for name, layers in held if layers]
+    with_spans = [(variant.name, [layer for layer in variant.layers if layer.spans]) for variant in variants]
+    return [(name, layers) for name, layers in with_spans if layers]
 
 
 def training_table(trained: Trained) -> dict[str, Any]:
@@ -221,7 +221,9 @@ def training_figure(trained: Trained, colour: str, identity: str) -> Markup | No
                 (value, "validation", f"held-out {phase.measure}"),
             ):
                 part.patch.set_visible(False)
-                points = [(point.step, held) for point in phase.curve if (held := getattr(point, key)) is not None]
+                points = [
+                    (point.step, measured) for point in phase.curve if (measured := getattr(point, key)) is not None
+                ]
                 if points:
                     steps, values = zip(*points, strict=True)
                     part.plot(
@@ -280,7 +282,7 @@ def write_pictures(pictures: dict[str, dict[str, bytes]], folder: Path) -> list[
 _OTHER_COLOURS = ("#c8518f", "#8a9a2b", "#b5813a", "#4aa0c8", "#d05a5a", "#6f7bd8")
 _MARKERS = "osD^vPX*"
 _RATIOS = [2.0**power for power in range(-7, 8)]
-# What every axis of ratios shows at least, so that one tick beside 1× is on it.
+# The least range of every axis of ratios, so that it has a tick besides 1×.
 _LEAST = (0.7, 2.0)
 _LINEAR_POINTS = 2
 _POINTS = (-100, -50, -20, -10, -5, -2, -1, 0, 1, 2, 5, 10, 20, 50, 100)

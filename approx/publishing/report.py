@@ -262,7 +262,7 @@ def _pairs(first: Record, second: Record) -> list[tuple[str, str]]:
 
 def _differences(first: Record, second: Record, pairs: list[tuple[str, str]]) -> list[tuple[str, str, str]]:
     def facts(record: Record, names: Sequence[str]) -> dict[str, str]:
-        told = {
+        found = {
             "base": record.checkpoint.name,
             "weights of the base": _hash(record.checkpoint.weights_sha256),
             "recipe": _hash(record.recipe.sha256 if record.recipe else None),
@@ -270,19 +270,21 @@ def _differences(first: Record, second: Record, pairs: list[tuple[str, str]]) ->
         }
         for number, name in enumerate(names):
             variant = next(one for one in record.variants if one.name == name)
-            told[f"plan of {pairs[number][0]}"] = plan_words(variant)
-            told[f"weights of {pairs[number][0]}"] = _hash(variant.weights_sha256)
-            told[f"checks of {pairs[number][0]}"] = "verified" if variant.verified else "not verified"
-        return told | {key: str(record.environment.get(key) or wording.NOTHING) for key in _MACHINE}
+            found[f"plan of {pairs[number][0]}"] = plan_words(variant)
+            found[f"weights of {pairs[number][0]}"] = _hash(variant.weights_sha256)
+            found[f"checks of {pairs[number][0]}"] = "verified" if variant.verified else "not verified"
+        return found | {key: str(record.environment.get(key) or wording.NOTHING) for key in _MACHINE}
 
     one, two = facts(first, [name for name, _ in pairs]), facts(second, [name for _, name in pairs])
     return [(name, one[name], two[name]) for name in one if one[name] != two[name]]
 
 
 def _advice(first: Record, second: Record, pairs: list[tuple[str, str]]) -> list[tuple[str, str, str]]:
-    given = [{one.name: f"{one.decision}: {one.reason}" for one in advice(record)} for record in (first, second)]
-    told = ((one, given[0].get(one, wording.NOTHING), given[1].get(two, wording.NOTHING)) for one, two in pairs)
-    return [(name, before, after) for name, before, after in told if before != after]
+    advices = [{one.name: f"{one.decision}: {one.reason}" for one in advice(record)} for record in (first, second)]
+    pairs_of_advice = (
+        (one, advices[0].get(one, wording.NOTHING), advices[1].get(two, wording.NOTHING)) for one, two in pairs
+    )
+    return [(name, before, after) for name, before, after in pairs_of_advice if before != after]
 
 
 def _hash(text: str | None) -> str:
@@ -321,10 +323,10 @@ def _speed_row(row: Speed, entry: SpeedVariant, other: Speed, of_other: SpeedVar
     one, two = row.believed(entry), other.believed(of_other)
     busy = BUSY in (row.verdict(entry), other.verdict(of_other))
 
-    def words(seen: Ratio, said: str | None) -> str:
+    def words(seen: Ratio, verdict: str | None) -> str:
         if not seen.ratio:
-            return said or wording.NOTHING
-        return f"{wording.times(seen.ratio)} ({wording.between(seen.interval)}), {said}"
+            return verdict or wording.NOTHING
+        return f"{wording.times(seen.ratio)} ({wording.between(seen.interval)}), {verdict}"
 
     return Row(
         f"{wording.setting(row)}: {wording.count(row.length)} tokens",
@@ -405,7 +407,7 @@ def write_report(records: list[Record], out: Path, *, force: bool = False) -> li
 
 
 def _refuse_foreign(files: list[Path]) -> None:
-    """Raise if a file would be replaced that does not stand beside a page of a report."""
+    """Raise if a file would be replaced that is not next to a page of a report."""
     there = [file for file in files if file.exists()]
     page_of = files[0].parent / "index.html"
     if there and not (page_of.is_file() and _MADE in page_of.read_text(encoding="utf-8", errors="replace")):

@@ -35,14 +35,14 @@ def joined(records: Sequence[Record]) -> list[Record]:
 
 def apart(records: Sequence[Record]) -> list[list[str]]:
     """Why each record shares its section with none of the others: a sentence for each reason."""
-    told = []
+    notes = []
     for one in records:
         reasons: dict[str, list[str]] = {}
         for other in records:
             if other is not one and (reason := hindrance(one, other)):
                 reasons.setdefault(reason, []).append(other.title)
-        told.append([f"Apart from {'; '.join(titles)}: {reason}." for reason, titles in reasons.items()])
-    return told
+        notes.append([f"Apart from {'; '.join(titles)}: {reason}." for reason, titles in reasons.items()])
+    return notes
 
 
 def hindrance(one: Record, other: Record) -> str | None:
@@ -280,7 +280,7 @@ def _speed(rows: list[Speed], name: str) -> str:
         found = [entries[length] for length in by_standing[kind]]
         return wording.span([entry.ratio for entry in found if entry is not None and entry.ratio is not None])
 
-    said = {
+    sentences = {
         "faster": "{ratios} faster at {at}",
         "slower": "slower at {at} ({ratios} the speed of exact attention)",
         "slight gain": "a slight gain at {at} ({ratios})",
@@ -291,7 +291,7 @@ def _speed(rows: list[Speed], name: str) -> str:
     }
     parts = [
         text.format(at=at(kind), ratios=ratios(kind) if "{ratios}" in text else "")
-        for kind, text in said.items()
+        for kind, text in sentences.items()
         if kind in by_standing
     ]
     return f"On {wording.setting(rows[0])}: {'; '.join(parts) or 'not measured'}."
@@ -352,22 +352,22 @@ def advice(record: Record) -> list[Advice]:
 
 def recommendation(record: Record) -> list[str]:
     """The first lines of a report: which variant is best, then the advice on each."""
-    given = advice(record)
-    if len(given) < 2:
-        return [one.sentence for one in given]
-    usable = [one for one in given if one.decision == "use"]
+    advices = advice(record)
+    if len(advices) < 2:
+        return [one.sentence for one in advices]
+    usable = [one for one in advices if one.decision == "use"]
     if usable:
         best = max(usable, key=lambda one: one.gain)
         head = f"Best: {best.sentence}"
-        rest = [one for one in given if one is not best]
+        rest = [one for one in advices if one is not best]
     else:
-        settled = all(one.decision != "not settled" for one in given)
+        settled = all(one.decision != "not settled" for one in advices)
         head = (
             "Stay exact: no variant is both faster and good enough."
             if settled
             else "Nothing is recommended yet: no variant is known to be both faster and good enough."
         )
-        rest = given
+        rest = advices
     return [head, *(one.sentence for one in rest)]
 
 
@@ -402,12 +402,12 @@ def _lost(tasks: list[Tested]) -> str:
 
 def _kept(tasks: list[Tested]) -> str:
     """The quality where it is known: no loss on glue/sst2 at a margin of 0.5 points."""
-    kept = [
+    texts = [
         f"{entry.verdict} on {task.task} at a margin of {wording.margin(entry, task)}"
         for task, entry in tasks
         if entry.verdict in ("no loss", "loss within margin") and not task.base.at_chance
     ]
-    return "; ".join(dict.fromkeys(kept))
+    return "; ".join(dict.fromkeys(texts))
 
 
 def _unknown_quality(tasks: list[Tested], starts: list[tuple[list[Speed], int]]) -> str:

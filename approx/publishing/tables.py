@@ -69,7 +69,7 @@ def _against_chance(score: float | None, interval: Sequence[float] | None, flagg
         return ""
     if task.chance is None or score is None:
         return _AT_CHANCE
-    # Of a variant the interval of its own score is not kept; the base's is as wide.
+    # Records store no interval of a variant's score; the base's is as wide.
     ends = interval
     if ends is None and task.base.interval is not None:
         middle = task.base.scores.get(task.metric, score)

@@ -23,7 +23,7 @@ from approx.pushing.results import Results, dataset_of, results_of
 from approx.version import __version__
 
 RECORDS = "records"
-# Files beside the model that belong to it, though they were written after the manifest.
+# Files next to the model that belong to it, though they were written after the manifest.
 _TAKEN = {".json", ".txt", ".model", ".jinja"}
 _SHOWN = 8
 
@@ -79,8 +79,8 @@ def check(name: str | Path) -> Checked:
     notes = _check_code(source, made.approx)
     sealed = names(folder)
     there = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
-    beside = [one for one in there if "/" not in one and Path(one).suffix in _TAKEN]
-    files = sorted({*sealed, *beside, CARD} - {MANIFEST})
+    companions = [one for one in there if "/" not in one and Path(one).suffix in _TAKEN]
+    files = sorted({*sealed, *companions, CARD} - {MANIFEST})
     return Checked(opened, receipt, made.base, files, [one for one in there if one not in {*files, MANIFEST}], notes)
 
 
@@ -88,13 +88,14 @@ def _check_code(source: Source, by: str) -> list[str]:
     """Notes about the code of a folder that a version of approx wrote.
 
     Raises:
-        ApproxError: if the folder holds or names other code than this version writes, and other than the files of an earlier one.
+        ApproxError: if the folder holds or names other code than this version writes, and other than the files of an
+            earlier one.
     """
     differing = differences(source.folder, source.config, source.stock_class)
     if foreign := never_ours(differing) if by != __version__ else list(differing):
         raise ApproxError(
-            f"{source.name} holds code that approx did not write: {', '.join(foreign)}. `approx verify` shows it. Convert the base "
-            "again.",
+            f"{source.name} holds code that approx did not write: {', '.join(foreign)}. `approx verify` shows it. "
+            "Convert the base again.",
             Exit.VERIFICATION,
         )
     notes = []
@@ -187,8 +188,8 @@ def refuse_private(target: Path, known: str) -> None:
     if found:
         more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         raise ApproxError(
-            f"What would be pushed holds what should stay here: {'; '.join(found[:_SHOWN])}{more}. Remove it from the base and convert "
-            "again, or from the record.",
+            f"What would be pushed holds what should stay here: {'; '.join(found[:_SHOWN])}{more}. Remove it from the "
+            "base and convert again, or from the record.",
             Exit.REFUSED,
         )
 
@@ -245,6 +246,7 @@ def _check_card(path: Path) -> None:
             raise ValueError("its metadata change when they are read")
     except (ValueError, TypeError, KeyError) as error:
         raise ApproxError(
-            f"The model card is not valid: {' '.join(str(error).split())}. Correct the card of the base and convert again.",
+            f"The model card is not valid: {' '.join(str(error).split())}. Correct the card of the base and convert "
+            "again.",
             Exit.VERIFICATION,
         ) from None

@@ -242,9 +242,9 @@ def _holds(file: Path, here: Private) -> bool:
 
 def is_private(text: str, here: Private) -> bool:
     """Whether a text holds a secret or a path of this machine."""
-    held = any(one in text for one in (*here.secrets, *here.folders))
+    listed = any(one in text for one in (*here.secrets, *here.folders))
     text = _decoded(text)
-    return held or any(True for _ in _secrets(text, here, vocabulary=False)) or bool(_PATHS.search(text))
+    return listed or any(True for _ in _secrets(text, here, vocabulary=False)) or bool(_PATHS.search(text))
 
 
 def scrubbed(data: Any, here: Private) -> Any:

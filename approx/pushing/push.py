@@ -15,7 +15,16 @@ from approx.conversion.convert import CARD, Publication
 from approx.errors import ApproxError, Exit
 from approx.pushing import folder, remote
 from approx.pushing.folder import Checked
-from approx.pushing.remote import Changes, Held, Remote, licence, refuse_bad_words, refuse_surprises, stated, unlicensed
+from approx.pushing.remote import (
+    Changes,
+    Remote,
+    RemoteState,
+    licence,
+    refuse_bad_words,
+    refuse_surprises,
+    stated,
+    unlicensed,
+)
 from approx.version import __version__
 
 Progress = Callable[[str, int, int], None]
@@ -90,8 +99,8 @@ def upload_folder(
         The outcome: url, commit, pull_request, uploaded (names of files), identical, check.
 
     Raises:
-        ApproxError: if the folder, a record, the token or the repository is refused, the hub fails, or what comes back computes
-            something else (exit code 6).
+        ApproxError: if the folder, a record, the token or the repository is refused, the hub fails, or what comes back
+            computes something else (exit code 6).
     """
     refuse_bad_words(repo, revision, message)
     steps = iter(range(_STEPS))
@@ -111,26 +120,26 @@ def upload_folder(
         staged.mkdir()
         published = folder.stage(checked, staged, repo, records, licence=fields, said=said, copies=False)
         step("comparing with the repository")
-        held = _held(hub, user, staged, create_pr=create_pr)
-        refuse_surprises(hub, held, public=public, create_pr=create_pr, force=force)
-        published = _pinned(hub, held, checked, staged, published)
-        changes = hub.changes(staged, held)
+        state = _state(hub, user, staged, create_pr=create_pr)
+        refuse_surprises(hub, state, public=public, create_pr=create_pr, force=force)
+        published = _pinned(hub, state, checked, staged, published)
+        changes = hub.changes(staged, state)
         # A new branch leaves what was edited on main as it is.
-        if not (force or create_pr or not held.branch) and (edited := hub.edited(held, changes)):
+        if not (force or create_pr or not state.branch) and (edited := hub.edited(state, changes)):
             raise ApproxError(
-                f"{repo} was edited on the hub since it was pushed: {', '.join(edited)}. Take the edits over, or write over them with "
-                "--force.",
+                f"{repo} was edited on the hub since it was pushed: {', '.join(edited)}. Take the edits over, or write "
+                "over them with --force.",
                 Exit.REFUSED,
             )
-        identical = held.branch and not (changes.written or changes.deleted) and published.revision is not None
-        upload = _upload(hub, held, checked, staged, changes, public=public, create_pr=create_pr)
+        identical = state.branch and not (changes.written or changes.deleted) and published.revision is not None
+        upload = _upload(hub, state, checked, staged, changes, public=public, create_pr=create_pr)
         if not identical and not agree(upload):
             raise ApproxError("Nothing was uploaded.", Exit.REFUSED)
-        commit, request, ref = held.commit, hub.pull_request, hub.revision
+        commit, request, ref = state.commit, hub.pull_request, hub.revision
         if not identical:
             step("uploading")
             words = message or f"Upload with approx {__version__}"
-            commit, request, ref = _written(hub, held, checked, staged, changes, published, words, public, create_pr)
+            commit, request, ref = _written(hub, state, checked, staged, changes, published, words, public, create_pr)
         step("downloading and comparing")
         check = _compared(hub, checked, str(commit or ref), Path(temporary, "again"))
     return {
@@ -147,26 +156,26 @@ def upload_folder(
     }
 
 
-def _held(hub: Remote, user: str, staged: Path, *, create_pr: bool) -> Held:
-    """What the branch holds; for a pull request, that of an own open one with the same files, after a push that was stopped."""
-    held = hub.held()
-    for ref in hub.pull_requests(user) if create_pr and held.exists else []:
-        other = hub.held(ref)
+def _state(hub: Remote, user: str, staged: Path, *, create_pr: bool) -> RemoteState:
+    """The state of the branch; for a pull request, of one left open with the same files by an interrupted push."""
+    state = hub.state()
+    for ref in hub.pull_requests(user) if create_pr and state.exists else []:
+        other = hub.state(ref)
         if not set(hub.changes(staged, other).written) - set(_CARD_FILES):
             hub.revision = ref
             return other
-    return held
+    return state
 
 
-def _pinned(hub: Remote, held: Held, checked: Checked, staged: Path, published: Publication) -> Publication:
+def _pinned(hub: Remote, state: RemoteState, checked: Checked, staged: Path, published: Publication) -> Publication:
     """Give the card the commit that the hub's card pins, if that commit holds the model as it is here."""
-    if CARD not in held.files:
+    if CARD not in state.files:
         return published
-    found = _PINNED.search(hub.read(held, CARD).decode("utf-8", "replace"))
-    candidates = [found[1]] if found else [held.commit] if held.commit else []
+    found = _PINNED.search(hub.read(state, CARD).decode("utf-8", "replace"))
+    candidates = [found[1]] if found else [state.commit] if state.commit else []
     for commit in candidates:
         try:
-            then = hub.held(commit)
+            then = hub.state(commit)
         except ApproxError:
             # The commit was squashed away.
             continue
@@ -179,7 +188,7 @@ def _pinned(hub: Remote, held: Held, checked: Checked, staged: Path, published: 
 
 def _upload(
     hub: Remote,
-    held: Held,
+    state: RemoteState,
     checked: Checked,
     staged: Path,
     changes: Changes,
@@ -188,11 +197,11 @@ def _upload(
     create_pr: bool,
 ) -> Upload:
     notes = checked.notes + unlicensed(staged)
-    if held.exists and held.private and public:
+    if state.exists and state.private and public:
         notes.append(f"{hub.repo} exists and is private, and stays so; change that in its settings on the hub.")
     return Upload(
-        repo=hub.repo, endpoint=remote.endpoint(), revision=hub.revision, new=not held.exists,
-        private=held.private if held.exists else not public, create_pr=create_pr, files=folder.tree(staged),
+        repo=hub.repo, endpoint=remote.endpoint(), revision=hub.revision, new=not state.exists,
+        private=state.private if state.exists else not public, create_pr=create_pr, files=folder.tree(staged),
         written=changes.written, deleted=changes.deleted, left=checked.left,
         card=(staged / CARD).read_text(encoding="utf-8"), notes=notes,
     )  # fmt: skip
@@ -200,7 +209,7 @@ def _upload(
 
 def _written(
     hub: Remote,
-    held: Held,
+    state: RemoteState,
     checked: Checked,
     staged: Path,
     changes: Changes,
@@ -211,7 +220,7 @@ def _written(
 ) -> tuple[str, str | None, str]:
     """Commit the files, and then the card that pins that commit; the commit, and the address and branch of a pull request."""
     opens = create_pr and hub.pull_request is None
-    ready = hub.create(held, private=not public, create_pr=opens)
+    ready = hub.create(state, private=not public, create_pr=opens)
     commit, request, ref = ready.commit, hub.pull_request, hub.revision
     if published.revision is None:
         made = hub.commit(staged, changes, message, parent=ready.commit, create_pr=opens)
@@ -238,7 +247,8 @@ def _compared(hub: Remote, checked: Checked, commit: str, target: Path) -> Any:
         check, problem = None, str(error)
     if problem:
         raise ApproxError(
-            f"{hub.repo} was uploaded, but what was downloaded again is not the same: {problem} Push it again with --force.",
+            f"{hub.repo} was uploaded, but what was downloaded again is not the same: {problem} Push it again with "
+            "--force.",
             Exit.VERIFICATION,
         )
     return check
@@ -335,8 +345,8 @@ def push(
         The outcome: url, commit, uploaded, identical, …; with `dry_run` the folder, its files and the card.
 
     Raises:
-        ApproxError: if the folder, a record, the token or the repository is refused, the hub fails, or what comes back computes
-            something else (exit code 6).
+        ApproxError: if the folder, a record, the token or the repository is refused, the hub fails, or what comes back
+            computes something else (exit code 6).
     """
     said = stated(base_model, license, language)
     paths = [Path(record) for record in records]

@@ -35,7 +35,7 @@ _MOST = 200
 
 
 @contextlib.contextmanager
-def told(doing: str, repo: str, *, create_pr: bool = False) -> Iterator[None]:
+def hub_errors(doing: str, repo: str, *, create_pr: bool = False) -> Iterator[None]:
     """Turn errors of the hub's client into an `ApproxError`.
 
     Args:
@@ -66,8 +66,8 @@ def _silent(error: Exception, doing: str, said: str) -> ApproxError:
     """The error if the hub answered nothing, or nothing that the client understands."""
     if "xet" in said and "404" in said:
         return ApproxError(
-            f"{doing}: {constants.ENDPOINT} has no Xet storage, through which the client uploads. Set HF_HUB_DISABLE_XET=1 and "
-            "run the same command again.",
+            f"{doing}: {constants.ENDPOINT} has no Xet storage, through which the client uploads. Set "
+            "HF_HUB_DISABLE_XET=1 and run the same command again.",
             Exit.UNAVAILABLE,
         )
     if isinstance(error, errors.LocalTokenNotFoundError):
@@ -81,12 +81,13 @@ def _silent(error: Exception, doing: str, said: str) -> ApproxError:
         return _quota(doing, said)
     if _REJECTED in said:
         return ApproxError(
-            f"{doing}: the hub rejects the model card ({said[:_MOST]}). Correct the card of the base, and convert again.",
+            f"{doing}: the hub rejects the model card ({said[:_MOST]}). Correct the card of the base, and convert "
+            "again.",
             Exit.VERIFICATION,
         )
     return ApproxError(
-        f"{doing}: {constants.ENDPOINT} cannot be reached or breaks off ({type(error).__name__}: {said[:_MOST]}). Check the network "
-        f"and HF_ENDPOINT. {_AGAIN}",
+        f"{doing}: {constants.ENDPOINT} cannot be reached or breaks off ({type(error).__name__}: {said[:_MOST]}). "
+        f"Check the network and HF_ENDPOINT. {_AGAIN}",
         Exit.UNAVAILABLE,
     )
 
@@ -100,18 +101,20 @@ def _answered(error: errors.HfHubHTTPError, doing: str, repo: str, said: str, *,
         return _silent(error, doing, "xet 404")
     if isinstance(error, errors.GatedRepoError):
         return ApproxError(
-            f"{doing}: {repo} is gated, and this token has no access. Accept its terms at {constants.ENDPOINT}/{repo}, then run "
-            "the same command again.",
+            f"{doing}: {repo} is gated, and this token has no access. Accept its terms at {constants.ENDPOINT}/{repo}, "
+            "then run the same command again.",
             Exit.UNAVAILABLE,
         )
     if status == 401 and not isinstance(error, errors.RepositoryNotFoundError):
         return ApproxError(
-            f"{doing}: {constants.ENDPOINT} does not accept the token. Get a new one with `hf auth login`, or correct HF_TOKEN.",
+            f"{doing}: {constants.ENDPOINT} does not accept the token. Get a new one with `hf auth login`, or correct "
+            "HF_TOKEN.",
             Exit.UNAVAILABLE,
         )
     if create_pr and status in (400, 403, 404, 405, 501) and not isinstance(error, errors.RepositoryNotFoundError):
         return ApproxError(
-            f"{doing}: {repo} takes no pull requests{because}. Leave out --create-pr, and name a branch with --revision if you like.",
+            f"{doing}: {repo} takes no pull requests{because}. Leave out --create-pr, and name a branch with "
+            "--revision if you like.",
             Exit.UNSUPPORTED,
         )
     if status in (402, 413, 507) or (status == 403 and _QUOTA.search(why)):
@@ -145,8 +148,8 @@ def no_token() -> ApproxError:
 def no_access(repo: str, because: str = "") -> ApproxError:
     """The error of a token that may not write."""
     return ApproxError(
-        f"This token may not write to {repo}{because}. Take one with write access, push to your own namespace, or offer the files "
-        "with --create-pr.",
+        f"This token may not write to {repo}{because}. Take one with write access, push to your own namespace, or "
+        "offer the files with --create-pr.",
         Exit.UNAVAILABLE,
     )
 
@@ -154,16 +157,16 @@ def no_access(repo: str, because: str = "") -> ApproxError:
 def changed(repo: str) -> ApproxError:
     """The error of a repository that changed while it was compared."""
     return ApproxError(
-        f"{repo} changed while this push ran, so nothing was written over it. Run the same command again and look at what it "
-        "shows.",
+        f"{repo} changed while this push ran, so nothing was written over it. Run the same command again and look at "
+        "what it shows.",
         Exit.REFUSED,
     )
 
 
 def _quota(doing: str, why: str) -> ApproxError:
     return ApproxError(
-        f"{doing}: the hub has no room for these files ({why[:_MOST].rstrip('.')}). Free or buy storage there, or push to another "
-        "namespace.",
+        f"{doing}: the hub has no room for these files ({why[:_MOST].rstrip('.')}). Free or buy storage there, or push "
+        "to another namespace.",
         Exit.UNAVAILABLE,
     )
 
@@ -243,7 +246,7 @@ def told_by_the_hub(base: str, *, public: bool) -> dict[str, Any]:
     Raises:
         ApproxError: if the base is gated and the push public, or its card may not be read, or the hub does not answer.
     """
-    with told("Reading the licence of the base", base):
+    with hub_errors("Reading the licence of the base", base):
         try:
             info = HfApi().model_info(base)
         except errors.GatedRepoError:
@@ -253,8 +256,8 @@ def told_by_the_hub(base: str, *, public: bool) -> dict[str, Any]:
             return {}
     if info.gated and public:
         raise ApproxError(
-            f"The base {base} is gated: its owner decides who gets it, so a model made from it is not pushed with --public. "
-            "Push it privately, or ask the owner.",
+            f"The base {base} is gated: its owner decides who gets it, so a model made from it is not pushed with "
+            "--public. Push it privately, or ask the owner.",
             Exit.REFUSED,
         )
     said = info.card_data.to_dict() if info.card_data else {}
@@ -273,7 +276,7 @@ _REQUESTS = "refs/pr/"
 
 
 @dataclass
-class Held:
+class RemoteState:
     """What a branch of a repository holds.
 
     Attributes:
@@ -326,23 +329,23 @@ class Remote:
         """
         if get_token() is None:
             raise no_token()
-        with told("Signing in", self.repo):
+        with hub_errors("Signing in", self.repo):
             who = self.api.whoami()
         role = ((who.get("auth") or {}).get("accessToken") or {}).get("role")
         if role == "read" and not reads_only:
             raise no_access(self.repo, " (its role is 'read')")
         return str(who.get("name"))
 
-    def held(self, revision: str | None = None) -> Held:
+    def state(self, revision: str | None = None) -> RemoteState:
         """What the branch holds now; a new branch begins with what main holds, and without a repository there is nothing."""
         asked = revision or self.revision
-        with told("Reading the repository", self.repo):
+        with hub_errors("Reading the repository", self.repo):
             try:
                 info = self.api.repo_info(self.repo)
             except errors.GatedRepoError:
                 raise
             except errors.RepositoryNotFoundError:
-                return Held()
+                return RemoteState()
             at, branch = info, True
             try:
                 if asked != MAIN:
@@ -355,17 +358,17 @@ class Remote:
             except (errors.RevisionNotFoundError, errors.RemoteEntryNotFoundError):
                 # Some hubs have no tree before the first commit.
                 files = {}
-        return Held(at.sha, bool(info.private), files, exists=True, branch=branch)
+        return RemoteState(at.sha, bool(info.private), files, exists=True, branch=branch)
 
-    def refuse_unwritable(self, held: Held) -> None:
+    def refuse_unwritable(self, state: RemoteState) -> None:
         """Check that the token may write to the repository; a new one is not checked.
 
         Raises:
             ApproxError: if it may not.
         """
-        if not held.exists:
+        if not state.exists:
             return
-        with told("Signing in", self.repo):
+        with hub_errors("Signing in", self.repo):
             try:
                 self.api.auth_check(self.repo, write=True)
             except errors.HfHubHTTPError as error:
@@ -373,49 +376,49 @@ class Remote:
                 if error.response.status_code in (401, 403):
                     raise no_access(self.repo) from error
 
-    def changes(self, folder: Path, held: Held) -> Changes:
+    def changes(self, folder: Path, state: RemoteState) -> Changes:
         """Compare a folder with what a branch holds."""
-        own = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+        local = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
         sealed = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
-        kept = [name for name, path in own.items() if name in held.files and self._same(path, held, name, sealed)]
-        earlier = self.manifest(held)
+        kept = [name for name, path in local.items() if name in state.files and self._same(path, state, name, sealed)]
+        earlier = self.manifest(state)
         return Changes(
-            [name for name in own if name not in kept],
-            sorted(name for name in earlier if name in held.files and name not in own),
+            [name for name in local if name not in kept],
+            sorted(name for name in earlier if name in state.files and name not in local),
             kept,
         )
 
-    def edited(self, held: Held, changes: Changes) -> list[str]:
+    def edited(self, state: RemoteState, changes: Changes) -> list[str]:
         """Files of an earlier push that were edited on the hub since, and that this push would write over or delete."""
-        earlier = self.manifest(held)
+        earlier = self.manifest(state)
         return [
             name
             for name in [*changes.written, *changes.deleted]
-            if name in earlier and name in held.files and not self._has(held, name, earlier[name])
+            if name in earlier and name in state.files and not self._has(state, name, earlier[name])
         ]
 
-    def manifest(self, held: Held) -> dict[str, str]:
+    def manifest(self, state: RemoteState) -> dict[str, str]:
         """Path -> sha256 of the files of an earlier push; empty without one."""
-        if MANIFEST not in held.files:
+        if MANIFEST not in state.files:
             return {}
         try:
-            return dict(json.loads(self.read(held, MANIFEST))["files"])
+            return dict(json.loads(self.read(state, MANIFEST))["files"])
         except (ValueError, KeyError, TypeError):
             return {}
 
-    def read(self, held: Held, name: str) -> bytes:
+    def read(self, state: RemoteState, name: str) -> bytes:
         """The content of a file."""
-        with told(f"Reading {name}", self.repo):
-            return Path(hf_hub_download(self.repo, name, revision=held.commit or self.revision)).read_bytes()
+        with hub_errors(f"Reading {name}", self.repo):
+            return Path(hf_hub_download(self.repo, name, revision=state.commit or self.revision)).read_bytes()
 
-    def create(self, held: Held, *, private: bool, create_pr: bool) -> Held:
+    def create(self, state: RemoteState, *, private: bool, create_pr: bool) -> RemoteState:
         """Create the repository and the branch if they do not exist."""
-        with told("Creating the repository", self.repo):
-            if not held.exists:
+        with hub_errors("Creating the repository", self.repo):
+            if not state.exists:
                 self.api.create_repo(self.repo, private=private, exist_ok=True)
-            if not create_pr and self.revision != MAIN and not held.branch:
+            if not create_pr and self.revision != MAIN and not state.branch:
                 self.api.create_branch(self.repo, branch=self.revision, exist_ok=True)
-        return held if held.branch else self.held()
+        return state if state.branch else self.state()
 
     def commit(
         self,
@@ -436,7 +439,7 @@ class Remote:
             *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=str(folder / name)) for name in changes.written),
             *(CommitOperationDelete(path_in_repo=name) for name in changes.deleted),
         ]
-        with told("Uploading", self.repo, create_pr=create_pr):
+        with hub_errors("Uploading", self.repo, create_pr=create_pr):
             return self.api.create_commit(
                 self.repo, operations, commit_message=message, revision=revision or self.revision, create_pr=create_pr,
                 parent_commit=parent,
@@ -455,11 +458,11 @@ class Remote:
 
     def download(self, commit: str, folder: Path) -> Path:
         """Download a commit into an empty folder, past the client's cache."""
-        with told("Downloading what was pushed", self.repo):
+        with hub_errors("Downloading what was pushed", self.repo):
             return Path(snapshot_download(self.repo, revision=commit, local_dir=folder, token=get_token()))
 
-    def _same(self, path: Path, held: Held, name: str, sealed: dict[str, str]) -> bool:
-        entry = held.files[name]
+    def _same(self, path: Path, state: RemoteState, name: str, sealed: dict[str, str]) -> bool:
+        entry = state.files[name]
         if entry.size != path.stat().st_size:
             return False
         if entry.lfs is not None:
@@ -468,12 +471,12 @@ class Remote:
         if entry.blob_id == hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest():
             return True
         # Not every hub names files as git does.
-        return self.read(held, name) == content
+        return self.read(state, name) == content
 
-    def _has(self, held: Held, name: str, digest: str) -> bool:
-        entry = held.files[name]
+    def _has(self, state: RemoteState, name: str, digest: str) -> bool:
+        entry = state.files[name]
         return (
-            entry.lfs.sha256 if entry.lfs is not None else hashlib.sha256(self.read(held, name)).hexdigest()
+            entry.lfs.sha256 if entry.lfs is not None else hashlib.sha256(self.read(state, name)).hexdigest()
         ) == digest
 
 
@@ -520,29 +523,31 @@ def check_permission(
         base: Model id of the base, if it is from the hub.
 
     Raises:
-        ApproxError: if the hub cannot be reached, there is no token or it may not write, the repository holds another model or
-            is public unexpectedly, or the base is gated and the push public.
+        ApproxError: if the hub cannot be reached, there is no token or it may not write, the repository holds another
+            model or is public unexpectedly, or the base is gated and the push public.
     """
     hub = Remote(repo, revision)
     hub.user(reads_only=create_pr)
-    refuse_surprises(hub, hub.held(), public=public, create_pr=create_pr, force=False)
+    refuse_surprises(hub, hub.state(), public=public, create_pr=create_pr, force=False)
     if base is not None and public:
         told_by_the_hub(base, public=True)
 
 
-def refuse_surprises(hub: Remote, held: Held, *, public: bool, create_pr: bool, force: bool) -> None:
+def refuse_surprises(hub: Remote, state: RemoteState, *, public: bool, create_pr: bool, force: bool) -> None:
     """Raise if the token may not write, or the repository is public against the user's expectation, or is another model's."""
-    if held.exists and not held.private and not public:
+    if state.exists and not state.private and not public:
         raise ApproxError(
-            f"{hub.repo} exists and is public, but pushes are private without --public. Say --public, or choose another name.",
+            f"{hub.repo} exists and is public, but pushes are private without --public. Say --public, or choose "
+            "another name.",
             Exit.REFUSED,
         )
-    ours = MANIFEST in held.files
-    models = [name for name in held.files if name == "config.json" or name.endswith((".safetensors", ".bin"))]
+    ours = MANIFEST in state.files
+    models = [name for name in state.files if name == "config.json" or name.endswith((".safetensors", ".bin"))]
     if models and not ours and not force:
         raise ApproxError(
-            f"{hub.repo} holds another model ({models[0]}) that approx did not push. Choose another name, or write over it with --force.",
+            f"{hub.repo} holds another model ({models[0]}) that approx did not push. Choose another name, or write "
+            "over it with --force.",
             Exit.REFUSED,
         )
     if not create_pr:
-        hub.refuse_unwritable(held)
+        hub.refuse_unwritable(state)

@@ -155,9 +155,9 @@ def settings_of(name: str) -> dict[str, Any]:
     parameters = [*inspect.signature(_maker(name)).parameters.values()]
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         parameters += inspect.signature(kind_of(name).__bases__[0]).parameters.values()
-    own = {each.name: each.default for each in parameters if each.default is not each.empty}
+    arguments = {each.name: each.default for each in parameters if each.default is not each.empty}
     return {
-        **own,
+        **arguments,
         **dict.fromkeys(ORDER if _is_ordered(name) else ()),
         **dict.fromkeys(SHARED if kind_of(name).fields else ()),
     }

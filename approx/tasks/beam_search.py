@@ -40,11 +40,11 @@ def beam_search(frames: NDArray[np.float64], blank: int, beams: int, bonus: Bonu
         return _sum(*entry[1]) + (bonus(entry[0], False) if bonus else 0.0)
 
     # Log probabilities of a prefix that ends with a blank, and without one.
-    kept: dict[Prefix, Sequence[float]] = {(): (0.0, _NEVER)}
+    best: dict[Prefix, Sequence[float]] = {(): (0.0, _NEVER)}
     for frame in frames:
         extended: defaultdict[Prefix, list[float]] = defaultdict(lambda: [_NEVER, _NEVER])
         likely = [(int(place), float(frame[place])) for place in np.flatnonzero(frame >= frame.max() + _HOPELESS)]
-        for prefix, (closed, opened) in kept.items():
+        for prefix, (closed, opened) in best.items():
             either = _sum(closed, opened)
             for character, chance in likely:
                 if character == blank:
@@ -56,8 +56,8 @@ def beam_search(frames: NDArray[np.float64], blank: int, beams: int, bonus: Bonu
                     extended[prefix][1] = _sum(extended[prefix][1], opened + chance)
                     before = closed
                 longer[1] = _sum(longer[1], before + chance)
-        kept = dict(heapq.nlargest(beams, extended.items(), key=rank))
-    return max(kept, key=lambda prefix: _sum(*kept[prefix]) + (bonus(prefix, True) if bonus else 0.0))
+        best = dict(heapq.nlargest(beams, extended.items(), key=rank))
+    return max(best, key=lambda prefix: _sum(*best[prefix]) + (bonus(prefix, True) if bonus else 0.0))
 
 
 class WordBonus:

@@ -87,7 +87,7 @@ class SequenceClassification(Task):
         self._order(model.config)
 
     def _refuse_kind(self, config: Any) -> None:
-        # Another number of outputs is told as such.
+        # A wrong number of outputs has its message elsewhere.
         if (found := kind_of_outputs(config)) != self.kind and config.num_labels == (len(self.labels) or 1):
             raise ApproxError(
                 f"{self.name} has {_KINDS[self.kind]}, but the checkpoint predicts {_KINDS[found]} (problem_type "

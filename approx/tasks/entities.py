@@ -30,20 +30,20 @@ class EntityF1(TaskMetric):
     @staticmethod
     def evidence(predictions: Sequence[Any], labels: Sequence[Any]) -> NDArray[np.float64]:
         """Entities found correctly, predicted and present in each text, [n, 3]."""
-        pairs = [(entities(said), entities(true)) for said, true in zip(predictions, labels, strict=True)]
-        return np.asarray([(len(said & true), len(said), len(true)) for said, true in pairs], float)
+        pairs = [(entities(predicted), entities(true)) for predicted, true in zip(predictions, labels, strict=True)]
+        return np.asarray([(len(predicted & true), len(predicted), len(true)) for predicted, true in pairs], float)
 
     @staticmethod
     def total(evidence: NDArray[np.float64]) -> float:
         """The harmonic mean of precision and recall over all texts; 0 without any entity."""
-        right, said, true = evidence.sum(0)
-        return float(2 * right / max(1, said + true))
+        right, predicted, true = evidence.sum(0)
+        return float(2 * right / max(1, predicted + true))
 
     @classmethod
     def lost(cls, evidence: NDArray[np.float64]) -> NDArray[np.float64]:
         """As many entities as there are, all of them wrong."""
-        _, said, true = evidence.T
-        return np.stack([np.zeros(len(evidence)), np.maximum(said, true), true], 1)
+        _, predicted, true = evidence.T
+        return np.stack([np.zeros(len(evidence)), np.maximum(predicted, true), true], 1)
 
     @classmethod
     def won(cls, evidence: NDArray[np.float64]) -> NDArray[np.float64]:

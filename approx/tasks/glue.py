@@ -175,16 +175,16 @@ class Glue(SequenceClassification):
             name, rows = source.stem, self._file_rows(source, tally)
         # Each premise was given to a writer for three hypotheses.
         shared = self._subset.folder == "MNLI"
-        kept = [
+        chosen = [
             Example(f"{name}-{row}", inputs, label, group=inputs["text"] if shared else None)
             for row, (inputs, label) in islice(enumerate(rows), limit)
         ]
-        if not kept:
+        if not chosen:
             raise ApproxError(
                 f"{self.name}: 0 rows in {source}. Give a file with a row for each example below its first line.",
                 Exit.UNAVAILABLE,
             )
-        return Split(name, kept, self._is_subset(name, len(kept), limit), tally=tally)
+        return Split(name, chosen, self._is_subset(name, len(chosen), limit), tally=tally)
 
     def _is_subset(self, name: str, rows: int, limit: int | None) -> bool:
         for official, full in (("train", self._subset.train_rows), (self._subset.dev, self._subset.dev_rows)):

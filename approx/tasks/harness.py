@@ -137,7 +137,7 @@ class Harness(Task):
         """Log probability of each continuation in nats, and whether it is the likeliest at every token."""
         import torch
 
-        said = []
+        predictions = []
         for logits, one in zip(outputs.logits, encodings, strict=True):
             end, scored = len(one["input_ids"]), one["scored"]
             rows = logits[end - scored - 1 : end - 1].float()
@@ -145,8 +145,8 @@ class Harness(Task):
                 raise ApproxError("its logits are not finite on some inputs, so it has no score.", Exit.VERIFICATION)
             tokens = torch.tensor(one["input_ids"][end - scored :], device=rows.device)
             chosen = rows.log_softmax(-1).gather(1, tokens[:, None])
-            said.append([float(chosen.double().sum()), bool((rows.argmax(-1) == tokens).all())])
-        return said
+            predictions.append([float(chosen.double().sum()), bool((rows.argmax(-1) == tokens).all())])
+        return predictions
 
     def combine(self, example: Example, parts: list[Any]) -> float:
         """The harness's score of an example."""

@@ -61,7 +61,7 @@ class Classification(SequenceClassification):
 
     @property
     def kind(self) -> str:
-        """What the checkpoint predicts; one of the labels before a model said so."""
+        """What the checkpoint predicts; one of the labels before a model is checked."""
         return self._kind or ONE
 
     def adopt(self, config: Any) -> None:
@@ -99,9 +99,9 @@ class Classification(SequenceClassification):
         if self._arranged is None or self.kind != ONE:
             return super().about_labels(config)
         set_ = [self.labels[index] for index in self._arranged]
-        own = [str(config.id2label[index]) for index in range(config.num_labels)]
-        if set_ != own and sorted(set_) == sorted(own):
-            return f"labels were set as {', '.join(set_)}, though the checkpoint names its outputs {', '.join(own)}"
+        from_config = [str(config.id2label[index]) for index in range(config.num_labels)]
+        if set_ != from_config and sorted(set_) == sorted(from_config):
+            return f"labels were set as {', '.join(set_)}, though the checkpoint names its outputs {', '.join(from_config)}"
         return None
 
     def read(
@@ -121,9 +121,7 @@ class Classification(SequenceClassification):
             ApproxError: if there are no data, a row is damaged or has an unknown label, or no row is left.
         """
         if data is None:
-            raise ApproxError(
-                f"The task '{self.name}' has no data of its own. Give a table or hub:OWNER/NAME with --data."
-            )
+            raise ApproxError(f"The task '{self.name}' has no data set. Give a table or hub:OWNER/NAME with --data.")
         return self.read_table(data, split or "test", limit, streaming=streaming)
 
     def from_rows(self, rows: Iterator[Row], name: str, limit: int | None) -> Iterator[Example]:
@@ -131,7 +129,7 @@ class Classification(SequenceClassification):
         return self.taking_turns(super().from_rows(rows, name, None), limit)
 
     def label_of(self, value: Any, place: str) -> Any:
-        """The label; as text before a model told the classes, when examples are only counted and compared.
+        """The label; as text before the classes are known from a model, when examples are only counted and compared.
 
         Several labels are 0 or 1 for each class, in order.
         """
@@ -153,7 +151,7 @@ class Classification(SequenceClassification):
         """The values of a row; of several labels, the names of the columns that hold 1, if there is no column of them."""
         column = self.columns.get("label", "label")
         if self._kind is None and not self.labels and column not in row.cells:
-            # Examples that are only counted and compared, before a model said that each label has a column.
+            # Examples that are only counted and compared, before a model shows that each label has a column.
             return super()._cells(
                 dataclasses.replace(row, cells={**row.cells, column: sorted(map(str, row.cells.items()))})
             )
@@ -166,8 +164,10 @@ class Classification(SequenceClassification):
                 "or remove it.",
                 Exit.UNAVAILABLE,
             )
-        own = dataclasses.replace(row, cells={**row.cells, column: [name for name, flag in flags.items() if flag]})
-        return super()._cells(own)
+        with_labels = dataclasses.replace(
+            row, cells={**row.cells, column: [name for name, flag in flags.items() if flag]}
+        )
+        return super()._cells(with_labels)
 
     def taking_turns(self, examples: Iterator[Example], limit: int | None) -> Iterator[Example]:
         """Yield examples of the classes in turn; read until the limit is certain to be met."""

@@ -147,8 +147,8 @@ class ListOps(SequenceClassification):
         return self._example(name, words, evaluate(tree))
 
     def _example(self, name: str, words: list[str], value: int) -> Example:
-        kept = words if self._brackets else [word for word in words if word not in "()"]
-        return Example(name, {"text": " ".join(kept)}, value)
+        tokens = words if self._brackets else [word for word in words if word not in "()"]
+        return Example(name, {"text": " ".join(tokens)}, value)
 
 
 def evaluate(tree: _Tree) -> int:

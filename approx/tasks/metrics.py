@@ -148,8 +148,8 @@ class MicroF1(TaskMetric):
     @staticmethod
     def evidence(predictions: Sequence[Any], labels: Sequence[Any]) -> NDArray[np.float64]:
         """Correct, predicted and true labels of each class, [n, 3 classes]."""
-        said, true = np.asarray(predictions, float), np.asarray(labels, float)
-        return np.concatenate([said * true, said, true], axis=1)
+        predicted, true = np.asarray(predictions, float), np.asarray(labels, float)
+        return np.concatenate([predicted * true, predicted, true], axis=1)
 
     @classmethod
     def chance(cls, labels: Sequence[Any]) -> float | None:
@@ -161,8 +161,8 @@ class MicroF1(TaskMetric):
     @staticmethod
     def total(evidence: NDArray[np.float64]) -> float:
         """F1 of the counts of all classes."""
-        right, said, true = evidence.sum(0).reshape(3, -1).sum(1)
-        return float(2 * right / max(1, said + true))
+        right, predicted, true = evidence.sum(0).reshape(3, -1).sum(1)
+        return float(2 * right / max(1, predicted + true))
 
     @classmethod
     def lost(cls, evidence: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -185,8 +185,8 @@ class MacroF1(MicroF1):
     @staticmethod
     def total(evidence: NDArray[np.float64]) -> float:
         """The mean of the classes' F1."""
-        right, said, true = evidence.sum(0).reshape(3, -1)
-        return float(np.mean(2 * right / np.maximum(1, said + true)))
+        right, predicted, true = evidence.sum(0).reshape(3, -1)
+        return float(np.mean(2 * right / np.maximum(1, predicted + true)))
 
 
 class SubsetAccuracy(MicroF1):
@@ -346,8 +346,8 @@ class AnswerF1(ExactMatch):
         return np.asarray(scores)[:, None]
 
 
-def _overlap(prediction: str, given: str) -> float:
-    first, second = answer_words(prediction), answer_words(given)
+def _overlap(prediction: str, reference: str) -> float:
+    first, second = answer_words(prediction), answer_words(reference)
     shared = sum((Counter(first) & Counter(second)).values())
     return 2 * shared / (len(first) + len(second)) if shared else 0.0
 

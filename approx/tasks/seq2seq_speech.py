@@ -52,8 +52,8 @@ def written(model: Any, batch: Mapping[str, Any], beams: int, language: str | No
 
 def texts(ids: Any, tokenizer: Any) -> list[str]:
     """The words of each row in upper case, without punctuation."""
-    said = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    return [" ".join(_MARKS.sub(" ", text).upper().split()) for text in said]
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    return [" ".join(_MARKS.sub(" ", text).upper().split()) for text in texts]
 
 
 def targets(labels: Sequence[str], tokenizer: Any, config: Any) -> dict[str, Any]:

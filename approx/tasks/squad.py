@@ -123,23 +123,23 @@ class Squad(Task):
         self, name: str, rows: Iterator[tuple[str, Example]], limit: int | None, tally: Tally, source: object
     ) -> Split:
         """The questions of the chosen articles, up to the limit."""
-        kept, titles, total = [], set(), 0
+        chosen, titles, total = [], set(), 0
         for title, example in rows:
             # One row more than the limit shows that the result is a subset.
-            if limit is not None and total > len(kept) == limit and titles.issuperset(self._articles or ()):
+            if limit is not None and total > len(chosen) == limit and titles.issuperset(self._articles or ()):
                 break
             titles.add(title)
             total += 1
-            if (self._articles is None or title in self._articles) and (limit is None or len(kept) < limit):
-                kept.append(example)
+            if (self._articles is None or title in self._articles) and (limit is None or len(chosen) < limit):
+                chosen.append(example)
         unknown = [title for title in self._articles or () if title not in titles]
         if unknown:
             hint = did_you_mean(unknown[0], titles)
             raise ApproxError(f"{self.name}: unknown article '{unknown[0]}'; there are {len(titles)}.{hint}")
-        if not kept:
+        if not chosen:
             raise ApproxError(f"{self.name}: 0 questions in {source}.", Exit.UNAVAILABLE)
         official = name in ("dev", "train") or re.fullmatch(r"(dev|train)-v[\d.]+", name)
-        return Split(name, kept, subset=len(kept) < total or not official, tally=tally)
+        return Split(name, chosen, subset=len(chosen) < total or not official, tally=tally)
 
     def _find(self, data: Path, wanted: str) -> Path:
         if data.is_file():
@@ -172,8 +172,8 @@ class Squad(Task):
 
     def _file_rows(self, path: Path, articles: list[Any], tally: Tally) -> Iterator[tuple[str, Example]]:
         try:
-            asked = [one for article in articles for part in article["paragraphs"] for one in part["qas"]]
-            if self._version == 2 and asked and not any("is_impossible" in one for one in asked):
+            questions = [one for article in articles for part in article["paragraphs"] for one in part["qas"]]
+            if self._version == 2 and questions and not any("is_impossible" in one for one in questions):
                 raise ApproxError(
                     f"{path} is of SQuAD 1.1: it does not say which questions are unanswerable. Use the task squad, or "
                     "a file of 2.0.",

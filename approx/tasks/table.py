@@ -41,10 +41,10 @@ class Row:
         Raises:
             ApproxError: if it does neither.
         """
-        held = cell.get("bytes") if isinstance(cell, dict) else cell
+        content = cell.get("bytes") if isinstance(cell, dict) else cell
         named = cell.get("path") if isinstance(cell, dict) else cell
-        if isinstance(held, bytes):
-            return held
+        if isinstance(content, bytes):
+            return content
         if isinstance(named, str | Path):
             return (self.folder or Path()) / named
         raise ApproxError(f"{self.place}: a path or bytes are needed, found {shown(cell)}.", Exit.UNAVAILABLE)
@@ -54,7 +54,7 @@ def text_of(value: Any, place: str) -> str:
     """The text in a cell; a number is written out.
 
     Raises:
-        ApproxError: if it is a list or a mapping, whose text nobody wrote.
+        ApproxError: if it is a list or a mapping, which has no text.
     """
     if isinstance(value, str):
         return value
@@ -275,7 +275,7 @@ class _QuoteError(ValueError):
 
 def _quoted(text: str, separator: str) -> list[tuple[int, list[str]]]:
     """Rows of a table with quotes, and the line on which each begins."""
-    # The csv reader's own limit of 128 KiB is too short for documents.
+    # The default limit of the csv reader, 128 KiB, is too short for documents.
     csv.field_size_limit(2**31 - 1)
     # Lines are cut here, since a lone carriage return or U+2028 ends none.
     reader = csv.reader((line + "\n" for line in text.split("\n")), delimiter=separator, strict=True)

@@ -73,8 +73,8 @@ class Text(Task):
             raise ApproxError(
                 f"{self.name}: 0 words in {data or _HUB_DATASET}. Give a file with text.", Exit.UNAVAILABLE
             )
-        kept = list(islice(stretches, limit))
-        return Split(name, kept, subset=len(kept) < len(stretches))
+        chosen = list(islice(stretches, limit))
+        return Split(name, chosen, subset=len(chosen) < len(stretches))
 
     def read_table(self, data: Path, split: str, limit: int | None = None, *, streaming: bool = False) -> Split:
         """Read the texts of a table."""
@@ -98,9 +98,9 @@ class Text(Task):
             return
         for number, row in enumerate(rows):
             cells = self._cells(row)
-            own = str(cells.get("id", f"{name}-{number}"))
-            for stretch in self._stretches(text_of(cells["text"], row.place), own):
-                yield replace(stretch, group=str(cells.get("group", own)))
+            row_id = str(cells.get("id", f"{name}-{number}"))
+            for stretch in self._stretches(text_of(cells["text"], row.place), row_id):
+                yield replace(stretch, group=str(cells.get("group", row_id)))
 
     def _beginning(self, rows: Iterator[dict[str, Any]], limit: int | None) -> str:
         """The beginning of a text in rows, long enough for more stretches than the limit."""

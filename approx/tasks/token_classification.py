@@ -76,17 +76,17 @@ class TokenClassification(Classification):
 
     def from_cells(self, cells: dict[str, Any], row: Row) -> tuple[dict[str, Any], Any]:
         """Words and tags, from lists or texts with spaces."""
-        said, tags = (words(one) if isinstance(one, str) else one for one in (cells["tokens"], cells["tags"]))
-        if not isinstance(said, list) or not isinstance(tags, list):
+        tokens, tags = (words(one) if isinstance(one, str) else one for one in (cells["tokens"], cells["tags"]))
+        if not isinstance(tokens, list) or not isinstance(tags, list):
             raise ApproxError(
                 f"{row.place}: words and tags must be lists, or texts with spaces. Fix or remove it.", Exit.UNAVAILABLE
             )
-        if not said or len(said) != len(tags):
+        if not tokens or len(tokens) != len(tags):
             raise ApproxError(
-                f"{row.place}: {len(said)} words and {len(tags)} tags. Fix or remove it.", Exit.UNAVAILABLE
+                f"{row.place}: {len(tokens)} words and {len(tags)} tags. Fix or remove it.", Exit.UNAVAILABLE
             )
         known = [self.label_of(tag, row.place) for tag in tags]
-        return {"words": [text_of(word, row.place) for word in said]}, [
+        return {"words": [text_of(word, row.place) for word in tokens]}, [
             self.labels[tag] if self.labels else tag for tag in known
         ]
 
@@ -151,15 +151,17 @@ class TokenClassification(Classification):
     def predict(self, outputs: Any, encodings: Sequence[Encoding], config: Any) -> list[Any]:
         """The likeliest tag of each word, by name."""
         order = self._order(config)
-        said = []
+        predictions = []
         for logits, one in zip(outputs.logits.float(), encodings, strict=True):
             tokens = logits[: len(one["input_ids"])]
             # The argmax of NaN is 0, which looks like a prediction.
             if not tokens.isfinite().all():
                 raise ApproxError("its logits are not finite on some inputs, so it has no score.", Exit.VERIFICATION)
             best = tokens.argmax(-1).tolist()
-            said.append([_OUTSIDE if place is None else self.labels[order[best[place]]] for place in one["firsts"]])
-        return said
+            predictions.append(
+                [_OUTSIDE if place is None else self.labels[order[best[place]]] for place in one["firsts"]]
+            )
+        return predictions
 
     def correct(self, predictions: Sequence[Any], labels: Sequence[Any]) -> None:
         """Return None: words, not texts, are correct or wrong."""

@@ -45,7 +45,7 @@ class Transcription(Task):
     """The text of a recording (`Example.inputs`: `recording`, an `approx.tasks.recording.Recording`; the label is its text).
 
     Decoding is greedy, the likeliest character of every frame, or by beam search. A language model is used only if
-    `ngram` names one, even if there is one beside the checkpoint.
+    `ngram` names one, even if there is one next to the checkpoint.
 
     Tokens are frames of 20 ms, the positions of attention in Wav2Vec2 and HuBERT. Case is ignored, since vocabularies
     differ in it: predictions are in upper case, and labels must be.

@@ -71,7 +71,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("words", "code", "fragment"), MISTAKES, ids=lambda value: " ".join(value)[:60] if isinstance(value, tuple) else None)  # fmt: skip
-def test_a_mistake_is_told_in_one_line(words, code, fragment, base, converted, data, tmp_path):
+def test_mistake_ends_in_one_line(words, code, fragment, base, converted, data, tmp_path):
     (tmp_path / "p.yaml").write_text("{mechanism: linear}", encoding="utf-8")
     (data / "nan.json").write_text('{"schema": 1, "seed": NaN}', encoding="utf-8")
     typed = [word.format(base=base, converted=converted, data=data) for word in words]

@@ -9,7 +9,7 @@ from .conftest import call
 PICTURES = ["flow.png", "flow.svg", "steps.png", "steps.svg"]
 
 
-def test_a_pattern_is_told_and_drawn(tmp_path):
+def test_pattern_is_described_and_drawn(tmp_path):
     answer = call("pattern", "ltr", "--length", "1024")
     assert answer.code == 0, answer.err
     for figure in ("50,656", "49,632", "33 … 63", "4.73 %", "stride=32"):
@@ -46,7 +46,7 @@ def test_json_is_one_object_with_everything_in_it(tmp_path):
 
 @pytest.mark.parametrize("name", ["local", "block", "strided", "fixed", "ltr", "rtl", "longformer", "bigbird", "sinks"])
 @pytest.mark.parametrize("length", [1, 70])
-def test_every_pattern_is_told_at_any_length(name, length, tmp_path):
+def test_every_pattern_is_described_at_any_length(name, length, tmp_path):
     causal = ["--causal"] if name == "sinks" else []
     answer = call("pattern", name, "-n", str(length), "--no-draw", *causal)
     assert answer.code == 0, answer.err
@@ -78,7 +78,7 @@ def test_it_is_timed_against_exact_attention():
         (("ltr", "-n", "9", "--measure", "--device", "tpu"), Exit.USAGE, "allowed are auto, cpu, cuda"),
     ],
 )
-def test_a_mistake_is_told_in_one_line_and_leaves_nothing(words, code, fragment, tmp_path):
+def test_mistake_ends_in_one_line_and_leaves_no_files(words, code, fragment, tmp_path):
     answer = call("pattern", *words)
     assert (answer.code, answer.out, len(answer.err.splitlines())) == (code, "", 1), answer
     assert fragment in answer.err

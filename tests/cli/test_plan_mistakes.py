@@ -44,7 +44,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("words", "code", "fragments"), MISTAKES, ids=[words for words, *_ in MISTAKES])
-def test_a_mistake_in_a_plan_is_told_in_one_line(words, code, fragments, gpt2, tmp_path):
+def test_mistake_in_a_plan_ends_in_one_line(words, code, fragments, gpt2, tmp_path):
     (tmp_path / "p.yaml").write_text("{mechanism: linear}", encoding="utf-8")
     for command in (("plan", gpt2), ("convert", gpt2, "-o", "out")):
         answer = call(*command, *words.split())
@@ -55,7 +55,7 @@ def test_a_mistake_in_a_plan_is_told_in_one_line(words, code, fragments, gpt2, t
     assert [path.name for path in tmp_path.iterdir()] == ["p.yaml"]
 
 
-def test_all_mistakes_of_a_plan_are_told_at_once(gpt2, tmp_path):
+def test_names_all_mistakes_of_a_plan_at_once(gpt2, tmp_path):
     rules = [
         {"mechanism": "clustered", "heads": "0-9", "settings": {"clusters": 0, "iterations": 0, "seed": "x"}},
         {"mechanism": "local", "layers": 7, "heads": "1,1", "settings": {"left": -1, "right": 1.5}},
@@ -118,7 +118,7 @@ def test_a_decoder_is_calibrated_without_any_text(gpt2):
     assert call("convert", gpt2, "-o", "out", "-m", "clustered", "--set", "clusters=3").code == 0
 
 
-def test_a_conversion_that_never_approximates_is_told(base):
+def test_warns_of_a_conversion_that_never_approximates(base):
     answer = call("convert", base, "-o", "out", "-m", "local")
     assert answer.code == 0, answer.err
     assert "the model takes no more than 32: they never approximate." in answer.out

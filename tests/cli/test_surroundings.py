@@ -67,7 +67,7 @@ def test_in_a_read_only_home_outputs_are_not_stored(base, converted, data, tmp_p
     record.load(Path("q.json"))
 
 
-def test_a_full_cache_folder_is_told_and_done_without(converted, data, own_cache):
+def test_warns_of_a_full_cache_folder_and_continues(converted, data, own_cache):
     with failing(own_cache, 1, errno.ENOSPC, for_ever=True):
         answer = call("evaluate", converted, *TASK, data, "-o", "q.json")
         assert (answer.code, answer.err.count(STORED)) == (Exit.OK, 1), answer

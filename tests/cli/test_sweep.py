@@ -55,7 +55,7 @@ def test_jobs_of_a_cluster_say_the_same(study, tmp_path):
 
 
 @pytest.mark.slow
-def test_cells_that_fail_are_told_with_their_exit_code(study, tmp_path):
+def test_names_failed_cells_with_their_exit_code(study, tmp_path):
     converted = call("sweep", study, "-o", "out", "--dry-run", "--json").json["cells"][1]["key"]
     (tmp_path / "out" / "converted").mkdir(parents=True)
     (tmp_path / "out" / "converted" / converted[:16]).write_text("in the way", encoding="utf-8")
@@ -77,6 +77,6 @@ def test_cells_that_fail_are_told_with_their_exit_code(study, tmp_path):
         (("tiny.yaml", "-o", "."), 8, "is not a sweep of approx"),
     ],
 )
-def test_mistakes_are_told_before_any_work(study, words, code, text):
+def test_names_mistakes_before_any_work(study, words, code, text):
     answer = call("sweep", *words)
     assert (answer.code, text in answer.err) == (code, True), answer.err

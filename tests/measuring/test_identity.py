@@ -11,7 +11,7 @@ import torch
 from approx import api
 from approx.checkpoints import checkpoint
 from approx.conversion import surgery
-from approx.measuring.measure import beside, code, computed_by, examples_read, identity, what_computes
+from approx.measuring.measure import code, companions_sha256, computed_by, examples_read, identity, what_computes
 from approx.planning.plan import Plan
 from approx.tasks import open_task
 from approx_kernels.cpu.compile import load
@@ -111,12 +111,12 @@ def test_the_files_beside_the_weights_are_hashed_with_their_names(tmp_path):
     hashes = set()
     for name, text in (("config.json", "{}"), ("config.json", "[]"), ("vocab.txt", "[]"), ("vocab.model", "[]")):
         (tmp_path / name).write_text(text, encoding="utf-8")
-        hashes.add(beside(tmp_path))
+        hashes.add(companions_sha256(tmp_path))
         (tmp_path / name).unlink()
     assert len(hashes) == 4
-    empty = beside(tmp_path)
+    empty = companions_sha256(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"weights are hashed elsewhere")
-    assert beside(tmp_path) == empty
+    assert companions_sha256(tmp_path) == empty
 
 
 SOURCE = '''"""A module."""

@@ -74,11 +74,11 @@ def test_a_job_of_slurm_has_a_name_and_hours_unless_other_options_are_given(tmp_
         (tmp_path / command).write_text('#!/bin/sh\ncp "$1" "$0.given"\nexit 1\n')
         (tmp_path / command).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    for options, told in (({}, ("approx-sweep", 240)), ({"name": "mine", "timeout_min": 7}, ("mine", 7))):
+    for options, expected in (({}, ("approx-sweep", 240)), ({"name": "mine", "timeout_min": 7}, ("mine", 7))):
         with pytest.raises(submitit.core.utils.FailedJobError):
             collected(Submitit(None, options, tmp_path / "jobs"), ["a"])
         script = tmp_path / "sbatch.given"
-        assert {f"#SBATCH --job-name={told[0]}", f"#SBATCH --time={told[1]}"} <= set(script.read_text().splitlines())
+        assert {f"#SBATCH --job-name={expected[0]}", f"#SBATCH --time={expected[1]}"} <= set(script.read_text().splitlines())
 
 
 def test_ray_runs_tasks_and_tells_of_those_that_were_lost(tmp_path):

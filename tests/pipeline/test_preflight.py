@@ -26,7 +26,7 @@ def mistakes(recipe: Recipe) -> tuple[str, Exit]:
 
 
 @pytest.mark.parametrize("absolute", [False, True])
-def test_a_path_that_leads_nowhere_is_told_and_a_relative_one_with_the_folder_it_is_meant_from(base, absolute):
+def test_names_missing_paths_and_the_folder_of_relative_ones(base, absolute):
     hint = "" if absolute else f" Paths in a recipe are relative to the current folder, {Path.cwd()}."
     path = "/no/where" if absolute else "no/where"
     text, code = mistakes(Recipe(title="a title", checkpoint=base, variants=PLAN, calibrate=path, device="cpu"))

@@ -92,16 +92,16 @@ def test_killed_at_any_stage_it_goes_on_and_ends_with_the_same_record(study, tmp
         assert not (out / "record.json").exists()
         assert seen.items() <= kept(out).items()
         seen = kept(out)
-    told = []
+    reported = []
     made = run(
         recipe.read(study),
         out,
         resume=True,
         command="approx run small",
-        progress=lambda stage, done, total: told.append(stage),
+        progress=lambda stage, done, total: reported.append(stage),
     )
     assert seen.items() <= kept(out).items()
-    assert not [stage for stage in told if stage.startswith(("evaluate", "convert to"))]
+    assert not [stage for stage in reported if stage.startswith(("evaluate", "convert to"))]
     check(made, study, out)
     assert without_times(made) == without_times(whole)
 
@@ -206,7 +206,7 @@ MISTAKES = {
 }
 
 
-def test_all_mistakes_are_told_before_any_work(study, tmp_path):
+def test_names_all_mistakes_before_any_work(study, tmp_path):
     variants, tasks, grids = (
         "".join(line for line in MISTAKES if line.startswith(start)) for start in ("  ", "  - {task", "  - {lengths")
     )
@@ -214,13 +214,13 @@ def test_all_mistakes_are_told_before_any_work(study, tmp_path):
     text = study.read_text("utf-8").replace("evaluate:\n", variants + "evaluate:\n" + tasks)
     text = text.replace("bench:\n", "bench:\n" + grids) + "sed: 1\n"
     (tmp_path / "wrong.yaml").write_text(text, encoding="utf-8")
-    told = []
+    reported = []
     with pytest.raises(ApproxError) as caught:
-        run(recipe.read(tmp_path / "wrong.yaml"), tmp_path / "out", progress=lambda *what: told.append(what))
+        run(recipe.read(tmp_path / "wrong.yaml"), tmp_path / "out", progress=lambda *what: reported.append(what))
     lines = str(caught.value).splitlines()
     assert [text for text in MISTAKES.values() if not any(text in line for line in lines)] == []
     assert caught.value.exit_code == Exit.USAGE
-    assert told == []
+    assert reported == []
     assert not (tmp_path / "out").exists()
 
 

@@ -105,7 +105,7 @@ def test_a_stage_whose_product_is_gone_or_is_anothers_is_computed_again(store, t
     assert store.state(second) == "missing"
 
 
-def test_a_folder_is_told_by_its_manifest(store, tmp_path):
+def test_recognises_a_folder_by_its_manifest(store, tmp_path):
     folder = tmp_path / "converted"
     folder.mkdir()
     (folder / "approx_manifest.json").write_text("{}", encoding="utf-8")
@@ -129,12 +129,12 @@ def test_inputs_come_first_what_is_timed_is_alone_and_the_same_key_is_computed_o
     folder, base = stage("folder"), stage("base")
     timed = stage("timed", folder, alone=True)
     scored = stage("scored", folder, base)
-    executor, told = Watched(), []
+    executor, reported = Watched(), []
     stages = [timed, scored, replace(scored), base, folder]
-    complete(stages, store, executor, keep_going=True, progress=lambda *where: told.append(where))
+    complete(stages, store, executor, keep_going=True, progress=lambda *where: reported.append(where))
     assert executor.waves == [(["base", "folder"], False), (["scored"], False), (["timed"], True)]
-    assert told[0] == ("", 0, 4)
-    assert told[-1] == ("timed", 4, 4)
+    assert reported[0] == ("", 0, 4)
+    assert reported[-1] == ("timed", 4, 4)
     assert made == ["base", "folder", "scored", "timed"]
 
 
@@ -184,13 +184,13 @@ def test_where_an_error_ends_the_work_it_is_raised_and_nothing_is_kept(store, st
     assert not list(store.folder.glob("*"))
 
 
-def test_an_error_of_ours_is_told_in_one_line_with_its_traceback(store, stage):
+def test_errors_end_in_one_line(store, stage):
     (outcome,) = done(stage("one", result=RuntimeError("two\n  lines")), store=store).values()
     assert (outcome["error"], outcome["exit_code"]) == ("RuntimeError: two lines", Exit.INTERNAL)
     assert "in work" in outcome["traceback"]
     assert store.state(stage("one")) == "failed"
-    (told,) = done(stage("one", result=ApproxError("no")), store=store).values()
-    assert (told["error"], "traceback" in told) == ("no", False)
+    (outcome,) = done(stage("one", result=ApproxError("no")), store=store).values()
+    assert (outcome["error"], "traceback" in outcome) == ("no", False)
 
 
 def test_a_stage_that_its_executor_lost_has_failed(store, stage):

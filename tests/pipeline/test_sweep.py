@@ -33,22 +33,22 @@ class Here:
 def swept(read: grid.Grid, out: Path) -> tuple[stage.Swept, list[str]]:
     """The result of a sweep, and the titles of the computed cells."""
     executor = Here()
-    told: list[tuple[str, int, int]] = []
+    reported: list[tuple[str, int, int]] = []
     made = stage.sweep(
-        read, out, stage.cells(read, out, command="approx sweep"), executor, progress=lambda *where: told.append(where)
+        read, out, stage.cells(read, out, command="approx sweep"), executor, progress=lambda *where: reported.append(where)
     )
     assert made.computed == len(executor.given)
-    assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
-    assert {total for _, _, total in told} == {max(told[-1][1], 1)}
-    assert {f"sweep: {one.name}" for one in executor.given} <= {what for what, _, _ in told}
+    assert [done for _, done, _ in reported] == sorted(done for _, done, _ in reported)
+    assert {total for _, _, total in reported} == {max(reported[-1][1], 1)}
+    assert {f"sweep: {one.name}" for one in executor.given} <= {what for what, _, _ in reported}
     return made, [one.name for one in executor.given]
 
 
 def titles(read: grid.Grid) -> dict[str, str]:
-    told: list[tuple[str, int, int]] = []
-    listed = stage.cells(read, Path("nowhere"), progress=lambda *where: told.append(where))
+    reported: list[tuple[str, int, int]] = []
+    listed = stage.cells(read, Path("nowhere"), progress=lambda *where: reported.append(where))
     keys = {cell.name: cell.key for cell in listed}
-    assert told == [("open the base, read the data", done, 1) for done in (0, 1)]
+    assert reported == [("open the base, read the data", done, 1) for done in (0, 1)]
     return keys
 
 
@@ -216,7 +216,7 @@ def test_a_key_depends_on_all_that_its_cell_depends_on_and_on_nothing_else(study
     assert set(titles(edited(more="seed: 1\n")).values()).isdisjoint(known.values())
 
 
-def test_all_mistakes_are_told_at_once_and_each_once(edited):
+def test_names_every_mistake_once(edited):
     with pytest.raises(ApproxError) as caught:
         titles(edited("right: [1]", "rihgt: [1, 2]", more="sed: 3\n"))
     text = str(caught.value)

@@ -139,7 +139,7 @@ def test_damaged_tables_are_named(tmp_path, name, content, words):
 
 
 def test_data_are_needed(tmp_path):
-    with pytest.raises(ApproxError, match="has no data of its own"):
+    with pytest.raises(ApproxError, match="has no data set"):
         open_task("text-classification").load()
     with pytest.raises(ApproxError, match="but no table"):
         open_task("glue/sst2", columns={"text": "a"}).load()

@@ -135,7 +135,7 @@ def _speed(pattern: Pattern, device: str, progress: Callable[[str, int, int], No
         q, k, v = inputs
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=pattern.causal)
 
-    return bench(
+    rows = bench(
         [
             Contender("exact (SDPA)", exact, "base"),
             *(Contender(name, lambda inputs, made=made: made(*inputs)) for name, made in ours.items()),
@@ -147,6 +147,7 @@ def _speed(pattern: Pattern, device: str, progress: Callable[[str, int, int], No
         chosen_in=chosen_in,
         progress=lambda done, total, what: progress(f"time {what}", done, total),
     )
+    return list(rows)
 
 
 def _named(pattern: Pattern) -> str:

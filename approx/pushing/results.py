@@ -91,7 +91,7 @@ def results_of(records: Iterable[Path], receipt: Receipt, pipeline: str | None) 
 
 def dataset_of(task: str | None) -> str | None:
     """The hub's id of a task's dataset; None if its texts are the user's own or made."""
-    return open_task(task).dataset if task in TASKS and str(task).startswith(_OFFICIAL) else None
+    return open_task(task).dataset if task is not None and task in TASKS and task.startswith(_OFFICIAL) else None
 
 
 def _of_record(path: Path, read: Record, receipt: Receipt, pipeline: str | None, made: Results) -> None:

@@ -75,7 +75,7 @@ def test_equal_models_are_rarely_called_different(world, repetitions):
     ],
     ids=lambda value: value.name if isinstance(value, World) else "",
 )
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 def test_a_loss_that_is_the_margin_is_rarely_settled(world, repetitions):
     assert settled(world, LOSS, repetitions, RESAMPLES) <= 0.05 + error(0.05, repetitions)
 
@@ -111,6 +111,7 @@ def test_what_an_inconclusive_pilot_asks_for_settles_pilots_of_that_size():
 
 
 @pytest.mark.parametrize("metric", RARE)
+@pytest.mark.sample(2)
 def test_detects_rare_large_loss(metric):
     """One example in fifty is wholly lost; of sixty examples, 30 % of samples show nothing of it."""
     world = World(metric, struck(metric, RARE[metric]), STRUCK)

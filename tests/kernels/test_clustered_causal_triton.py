@@ -108,6 +108,7 @@ def mask(keys):
 
 
 @pytest.mark.parametrize("topk", [None, 3], ids=["plain", "improved"])
+@pytest.mark.sample(1)
 def test_padding_of_samples_many_few_and_none_of_which_are_real(topk):
     check(draw(21, 21, batch=4), mask(21), **settings(chunk=7, topk=topk))
 

@@ -200,5 +200,3 @@ def test_what_does_not_fit_together_is_refused():
             performer_attention(q, k, v, **wrong, offsets=offsets, **how)
     with pytest.raises(ValueError, match="share has shape"):
         performer_attention(q, k, v, projection=rows, share=torch.ones(2), **how)
-    with pytest.raises(ValueError, match="each head has its own"):
-        performer_attention(q, k, v, projection=rows, offsets=offsets, **how, impl="triton")

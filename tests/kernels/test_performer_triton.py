@@ -107,6 +107,7 @@ def of_each_head(heads, size=16, features=24) -> dict[str, Any]:
 
 
 @CAUSAL
+@pytest.mark.sample(1)
 def test_rows_and_weights_of_each_head(causal):
     own = of_each_head(2)
     tensors = draw(9, 40, heads=2, batch=2)

@@ -160,7 +160,7 @@ def test_forward_draws_nothing_and_repeats_itself(name, causal):
 
 @over_forms
 @pytest.mark.parametrize("kind", ["none", "arbitrary"])
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 def test_gradients_are_right(name, causal, kind):
     shape = {"batch": 2, "heads": 1, "length": 9, "size": 3, "values": 2, "seed": 1}
     mask = None if kind == "none" else draw_mask(kind, **shape)

@@ -78,7 +78,9 @@ def test_a_job_of_slurm_has_a_name_and_hours_unless_other_options_are_given(tmp_
         with pytest.raises(submitit.core.utils.FailedJobError):
             collected(Submitit(None, options, tmp_path / "jobs"), ["a"])
         script = tmp_path / "sbatch.given"
-        assert {f"#SBATCH --job-name={expected[0]}", f"#SBATCH --time={expected[1]}"} <= set(script.read_text().splitlines())
+        assert {f"#SBATCH --job-name={expected[0]}", f"#SBATCH --time={expected[1]}"} <= set(
+            script.read_text().splitlines()
+        )
 
 
 def test_ray_runs_tasks_and_tells_of_those_that_were_lost(tmp_path):

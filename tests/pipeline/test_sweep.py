@@ -35,7 +35,11 @@ def swept(read: grid.Grid, out: Path) -> tuple[stage.Swept, list[str]]:
     executor = Here()
     reported: list[tuple[str, int, int]] = []
     made = stage.sweep(
-        read, out, stage.cells(read, out, command="approx sweep"), executor, progress=lambda *where: reported.append(where)
+        read,
+        out,
+        stage.cells(read, out, command="approx sweep"),
+        executor,
+        progress=lambda *where: reported.append(where),
     )
     assert made.computed == len(executor.given)
     assert [done for _, done, _ in reported] == sorted(done for _, done, _ in reported)

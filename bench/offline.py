@@ -16,6 +16,7 @@ same PTX assembled by another program too:
 """
 
 import argparse
+import ast
 import hashlib
 import importlib
 import json
@@ -84,7 +85,10 @@ def launches(op: str) -> list[Launch]:
 
 
 def digest(op: str) -> str:
-    """A hash of the kernels of an op and their launches, without comments, imports and empty lines."""
+    """A hash of the syntax trees of an op's kernels and their launches, without imports and docstrings."""
+    # Imports Triton, which reads the environment that `main` sets.
+    from approx_kernels.dispatch.checked import written
+
     root = Path(__file__).resolve().parent.parent
     kernels = root / "kernels" / "approx_kernels"
     paths = [
@@ -92,9 +96,9 @@ def digest(op: str) -> str:
         *sorted((kernels / "ops" / op).glob("triton*.py")),
         root / f"bench/launches/{op}.py",
     ]
-    lines = [line for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
-    kept = [line for line in lines if line.strip() and not line.lstrip().startswith(("#", "from ", "import "))]
-    return hashlib.sha256("\n".join(kept).encode()).hexdigest()
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in paths]
+    kept = [node for tree in trees for node in tree.body if not isinstance(node, ast.Import | ast.ImportFrom)]
+    return hashlib.sha256(written(kept).encode()).hexdigest()
 
 
 def figures(

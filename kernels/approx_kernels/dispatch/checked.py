@@ -5,6 +5,7 @@ the findings of `approx doctor --probe`. What it found on the GPUs that this pac
 op has passed in a dtype, here or there, `auto` uses PyTorch for it.
 """
 
+import ast
 import functools
 import hashlib
 import json
@@ -52,7 +53,8 @@ VERIFIED = Path(__file__).with_name("verified.json")
 ABOUT = "kernels of "
 AGAIN = "`python bench/gpu.py -o FOLDER`, in a checkout of approx, checks them"
 
-_IMPORT = re.compile(r"^(\s*from )\.?(approx_kernels[\w.]*)(?= import )", re.MULTILINE)
+# Modules, by their names in the flat layout, on which the results of Triton kernels do not depend.
+_UNCOUNTED = re.compile(r"_kernels_(cpu|dispatch|runtime)_|cpu$")
 _trusting: list[bool] = []
 
 
@@ -147,8 +149,9 @@ def identity(op: str) -> str:
 def digest(op: str) -> str:
     """A digest of the sources of an op.
 
-    They are all modules that it imports from this package, except C and those that choose an implementation. Comments, empty
-    lines and the layout of the files, in folders or flat as in a converted checkpoint, do not matter.
+    They are all modules that it imports from this package, except C, the choice of an implementation and how PyTorch calls it.
+    Their syntax trees are hashed: comments, docstrings, formatting and the layout of the files, in folders or flat as in a
+    converted checkpoint, do not matter.
     """
     here = Path(__file__)
     files = _in_folders(here.parents[1]) if here.stem == "checked" else {x.stem: x for x in here.parent.glob("*.py")}
@@ -175,11 +178,36 @@ def _digest(files: Mapping[str, Path], first: str) -> str:
     waiting, read = [first], dict[str, str]()
     while waiting:
         name = waiting.pop()
-        if name in read or name not in files or re.search(r"_kernels_(cpu|dispatch)_|cpu$", name):
+        if name in read or name not in files or _UNCOUNTED.search(name):
             continue
-        text = files[name].read_text(encoding="utf-8")
-        waiting += [needed.replace(".", "_") for _, needed in _IMPORT.findall(text)]
-        lines = _IMPORT.sub(lambda it: f"{it[1]}.{it[2].replace('.', '_')}", text).splitlines()
-        read[name] = "\n".join(line for line in lines if line.strip() and not line.lstrip().startswith("#"))
+        tree = ast.parse(files[name].read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("approx_kernels"):
+                # As in a converted checkpoint, where all files are in one folder.
+                node.level, node.module = 1, (node.module or "").replace(".", "_")
+                waiting.append(node.module)
+        read[name] = written(tree)
     whole = "\n".join(f"{name}\n{read[name]}" for name in sorted(read))
     return hashlib.sha256(whole.encode()).hexdigest()[:16]
+
+
+def written(node: object) -> str:
+    """A part of a syntax tree as text, which is the same in all versions of Python.
+
+    It has no positions, docstrings, empty fields and imports of modules that do not count in a digest.
+    """
+    if isinstance(node, ast.Constant):
+        return ascii(node.value)
+    if isinstance(node, list):
+        return f"[{', '.join(written(each) for each in node if not _is_silent(each))}]"
+    if isinstance(node, ast.AST):
+        fields = [(name, each) for name, each in ast.iter_fields(node) if each is not None and each != []]
+        return f"{type(node).__name__}({', '.join(f'{name}={written(each)}' for name, each in sorted(fields))})"
+    return ascii(node)
+
+
+def _is_silent(node: object) -> bool:
+    """Whether a statement is a docstring, or imports a module that does not count."""
+    if isinstance(node, ast.ImportFrom):
+        return _UNCOUNTED.search(node.module or "") is not None
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)

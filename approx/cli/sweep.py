@@ -39,7 +39,7 @@ def sweep(
     ] = None,
     executor: Annotated[
         str,
-        typer.Option(help="local (processes on this machine), submitit (SLURM) or ray.", rich_help_panel="Machine"),
+        typer.Option(help="local (processes on this machine) or submitit (SLURM).", rich_help_panel="Machine"),
     ] = "local",
     jobs: Annotated[
         int | None,

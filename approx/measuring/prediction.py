@@ -52,7 +52,7 @@ class Decoder:
         self._bytes = 0
 
     def begin(self, inputs: dict[str, Tensor]) -> None:
-        """Read the prompt `inputs["input_ids"]` [B, L], once for each object, and copy its cache."""
+        """Read the prompt `inputs["input_ids"]` [B, L], once for each object, and copy its cache, so that `run` only decodes."""
         if self._read is None or inputs is not self._inputs:
             self._read = None
             cache = DynamicCache(config=self._model.config)
@@ -60,13 +60,14 @@ class Decoder:
         self._cache = copy.deepcopy(self._read[1])
 
     def run(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Decode the new tokens; `begin` must precede every call.
+        """Decode the new tokens.
 
         Returns:
             The prompt, the token after it, and the new tokens, [B, L + 1 + new].
         """
-        if self._read is None or self._cache is None:
-            raise RuntimeError("`begin` must precede every `run`.")
+        if self._cache is None or inputs is not self._inputs:
+            self.begin(inputs)
+        assert self._read is not None  # `begin` has read the prompt
         ids = self._generated(self._read[0], self._cache, self._new_tokens)
         self._bytes, self._cache = cache_bytes(self._cache), None
         return ids

@@ -341,7 +341,7 @@ Conversions = Mapping[str, Stage]
 
 
 class Study:
-    """One checkpoint with the stages of a recipe or grid.
+    """One checkpoint with the stages of a recipe or grid; the base is loaded and the data are read, since the keys depend on them.
 
     Args:
         asked: The recipe or grid.
@@ -350,25 +350,28 @@ class Study:
         offline: Whether to use only local files and the hub's cache.
         command: The command, for the records.
         progress: Called with a stage's activity, done and total; pickled if stages run in other processes.
+        here: Whether outcomes hold only for this machine, because all stages run on it.
+
+    Raises:
+        ApproxError: if the base cannot be loaded, or a task does not fit it or its data.
     """
 
     def __init__(
-        self, asked: Recipe | Grid, checkpoint: str, out: Path, offline: bool, command: str, progress: Progress = silent
+        self,
+        asked: Recipe | Grid,
+        checkpoint: str,
+        out: Path,
+        *,
+        offline: bool,
+        command: str,
+        progress: Progress = silent,
+        here: bool = False,
     ) -> None:
         self.asked, self.checkpoint, self.out, self.store = asked, checkpoint, out, Store(out)
         self._where = {"revision": asked.revision, "offline": offline, "merge_adapter": asked.merge_adapter}
         self._command, self._progress = command, progress
-        self._about: tuple[Any, ...] = ()
-        self._data: list[str] = []
         self._opened: dict[str, Checkpoint] = {}
-
-    def begin(self, *about: Any) -> None:
-        """Load the base and read the data, which the keys depend on, together with `about`.
-
-        Raises:
-            ApproxError: if the base cannot be loaded, or a task does not fit it or its data.
-        """
-        base, asked = self.open()[BASE], self.asked
+        base = self.open()[BASE]
         for task in asked.evaluate:
             refuse_trained_on(asked.heal, task)
         self._data = [rehearse(base, task) for task in asked.evaluate]
@@ -379,7 +382,7 @@ class Study:
             asked.device,
             asked.dtype,
             asked.seed,
-            *about,
+            *((_machine(), computed_by(base.model.device)) if here else ()),
         )
 
     def open(self, conversions: Conversions | None = None) -> dict[str, Checkpoint]:
@@ -513,6 +516,12 @@ class Study:
     def _bench(self, grid: BenchStage, texts: EvaluateStage | None, conversions: Conversions) -> dict[str, Any]:
         speed = list(measure_speed(self.open(conversions), grid, texts, seed=self.asked.seed, progress=self._progress))
         return self.record(conversions, speed=speed).to_data()
+
+
+def _machine() -> dict[str, Any]:
+    # The keys already include a hash of the code.
+    environment = record.environment(torch.get_num_threads())
+    return {key: value for key, value in environment.items() if key not in ("approx", "git_commit")}
 
 
 def measured(outcome: Outcome) -> Record:
@@ -657,12 +666,7 @@ def run(
     _refuse(recipe, out, resume=resume, force=force)
     plans = check(recipe, offline=offline)
     progress("open the base, read the data", 0, 1)
-    study = Study(recipe, recipe.checkpoint, out, offline, command, progress)
-    base = study.open()[BASE]
-    environment = record.environment(torch.get_num_threads())
-    # The keys already include a hash of the code.
-    machine = {key: value for key, value in environment.items() if key not in ("approx", "git_commit")}
-    study.begin(machine, computed_by(base.model.device))
+    study = Study(recipe, recipe.checkpoint, out, offline=offline, command=command, progress=progress, here=True)
     with locked_output(out):
         # Another process may have claimed it since it was looked at.
         _refuse(recipe, out, resume=resume, force=force)

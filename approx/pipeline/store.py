@@ -37,7 +37,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 Work = Callable[[T, int | None], R]
 
-EXECUTORS = ("local", "submitit", "ray")
+EXECUTORS = ("local", "submitit")
 # Submitit's own default is five minutes.
 _MINUTES = 240
 
@@ -72,16 +72,14 @@ def choose(name: str, *, jobs: int | None, options: dict[str, Any], folder: Path
         raise ApproxError(f"The executor '{name}' is unknown; allowed are {', '.join(EXECUTORS)}.")
     if name == "local":
         if options:
-            raise ApproxError(
-                f"--set-executor {next(iter(options))}=… is for submitit and ray; local takes --jobs only."
-            )
+            raise ApproxError(f"--set-executor {next(iter(options))}=… is for submitit; local takes --jobs only.")
         return Local(jobs or 1)
-    if find_spec(name) is None:
+    if find_spec("submitit") is None:
         raise ApproxError(
-            f"The executor '{name}' needs the package {name}, which is not installed: pip install '{name}'.",
+            "The executor 'submitit' needs the package submitit, which is not installed: pip install submitit.",
             Exit.MISSING,
         )
-    return Submitit(jobs, options, folder) if name == "submitit" else Ray(jobs, options)
+    return Submitit(jobs, options, folder)
 
 
 class Here:
@@ -225,45 +223,6 @@ class Submitit:
         finally:
             for job in running:
                 job.cancel()
-
-
-@dataclass(frozen=True)
-class Ray:
-    """Tasks of a Ray cluster, or of Ray on this machine.
-
-    Args:
-        jobs: Number of tasks at once on this machine; on a cluster its resources decide.
-        options: `address` of a cluster, and options of a task, such as `num_cpus` and `num_gpus`.
-    """
-
-    jobs: int | None
-    options: dict[str, Any]
-
-    def map(self, work: Work, items: Sequence[T], *, alone: bool = False) -> Iterator[tuple[T, Any]]:
-        """See `Executor`; a task that must be alone requests all cores of this machine."""
-        ray = importlib.import_module("ray")
-        options = dict(self.options)
-        address, cores = options.pop("address", None), torch.get_num_threads()
-        threads = cores if alone else options.pop("num_cpus", max(1, cores // (self.jobs or 1)))
-        started = not ray.is_initialized()
-        if started:
-            size = {} if address else {"num_cpus": cores}
-            with _importable():
-                ray.init(address=address, include_dashboard=None if address else False, log_to_driver=False, **size)
-        try:
-            task = ray.remote(work).options(**{**options, "num_cpus": threads})
-            waiting = {task.remote(item, threads): item for item in items}
-            while waiting:
-                (reference,), _ = ray.wait(list(waiting))
-                item = waiting.pop(reference)
-                try:
-                    result = ray.get(reference)
-                except ray.exceptions.RayError as error:
-                    result = error
-                yield item, result
-        finally:
-            if started:
-                ray.shutdown()
 
 
 @contextmanager

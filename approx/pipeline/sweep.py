@@ -56,8 +56,7 @@ def cells(
     made: list[Stage] = []
     for number, name in enumerate(grid.checkpoint):
         progress("open the base, read the data", number, len(grid.checkpoint))
-        study = Study(grid, name, out.resolve(), offline, command)
-        study.begin()
+        study = Study(grid, name, out.resolve(), offline=offline, command=command)
         made += _cells(grid, plans, study)
         study.close()
     progress("open the base, read the data", len(grid.checkpoint), len(grid.checkpoint))

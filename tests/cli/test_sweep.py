@@ -71,7 +71,7 @@ def test_names_failed_cells_with_their_exit_code(study, tmp_path):
     [
         (("nowhere.yaml",), 2, "Grid nowhere.yaml does not exist"),
         (("needle-gird",), 2, "Did you mean 'needle-grid'?"),
-        (("tiny.yaml", "--executor", "slurm"), 2, "allowed are local, submitit, ray"),
+        (("tiny.yaml", "--executor", "slurm"), 2, "allowed are local, submitit"),
         (("tiny.yaml", "--set-executor", "timeout_min=60"), 2, "local takes --jobs only"),
         (("tiny.yaml", "--executor", "submitit", "--set-executor", "x"), 2, "the form is --set-executor name=value"),
         (("tiny.yaml", "-o", "."), 8, "is not a sweep of approx"),

@@ -83,24 +83,17 @@ def test_a_job_of_slurm_has_a_name_and_hours_unless_other_options_are_given(tmp_
         )
 
 
-def test_ray_runs_tasks_and_tells_of_those_that_were_lost(tmp_path):
-    pytest.importorskip("ray")
-    results = collected(choose("ray", jobs=1, options={}, folder=tmp_path), ["a", "fails"])
-    assert results["a"][0] == "a"
-    assert "it fails" in str(results["fails"])
-
-
 def test_what_cannot_be_chosen_is_refused(tmp_path, monkeypatch):
     def refused(name: str, **options) -> tuple[int, str]:
         with pytest.raises(ApproxError) as caught:
             collected(choose(name, jobs=None, options=options, folder=tmp_path), ["a"])
         return caught.value.exit_code, str(caught.value)
 
-    assert "allowed are local, submitit, ray" in refused("slurm")[1]
+    assert "allowed are local, submitit" in refused("slurm")[1]
     assert "local takes --jobs only" in refused("local", slurm_partition="cpu")[1]
     monkeypatch.setattr("approx.pipeline.store.find_spec", lambda name: None)
-    code, text = refused("ray")
-    assert (code, "pip install 'ray'" in text) == (Exit.MISSING, True)
+    code, text = refused("submitit")
+    assert (code, "pip install submitit" in text) == (Exit.MISSING, True)
 
 
 def test_submitit_without_slurm_or_with_a_mistyped_option_is_refused(tmp_path, monkeypatch):

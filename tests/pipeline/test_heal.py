@@ -103,10 +103,9 @@ def test_a_training_by_other_code_is_another_stage(study, tmp_path, monkeypatch)
     asked = recipe.read(written(study, tmp_path / "r.yaml", f"{HEAL}, variants: [local]}}"))
 
     def keys() -> list[str]:
-        begun = Study(asked, asked.checkpoint, tmp_path / "run", True, "")
-        begun.begin()
+        study = Study(asked, asked.checkpoint, tmp_path / "run", offline=True, command="")
         (heal,) = asked.heal
-        return [begun.convert(Plan.of("local"), "local").key, begun.heal(heal.training, "x", None).key]
+        return [study.convert(Plan.of("local"), "local").key, study.heal(heal.training, "x", None).key]
 
     before = keys()
     monkeypatch.setattr("approx.pipeline.run.code", lambda rooms: "other")

@@ -139,9 +139,18 @@ def finetune(
         if output is None:
             raise ApproxError("The training of a checkpoint needs a folder to write. Name it with 'output'.")
         return finetune_folder(
-            model, Path(output), stage, teacher=None if teacher is None else str(teacher), resume=resume, force=force,
-            revision=revision, offline=offline, merge_adapter=merge_adapter, device=choose_device(device), progress=progress,
-        )  # fmt: skip
+            model,
+            Path(output),
+            stage,
+            teacher=None if teacher is None else str(teacher),
+            resume=resume,
+            force=force,
+            revision=revision,
+            offline=offline,
+            merge_adapter=merge_adapter,
+            device=choose_device(device),
+            progress=progress,
+        )
     processor = in_memory(model, processor, offline=offline).source.reader
     taught = (
         open_all({"teacher": teacher}, "cpu", "auto", offline=offline, merge_adapter=merge_adapter)["teacher"].model

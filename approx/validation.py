@@ -86,13 +86,23 @@ Counts = Annotated[
 
 _MAPPING = "a mapping of keys and values"
 _NEEDED = {
-    "bool_type": "true or false", "dict_type": _MAPPING, "model_type": _MAPPING, "dataclass_type": _MAPPING,
-    "float_type": "a number", "finite_number": "a finite number", "int_type": "a whole number",
-    "list_type": "a list", "tuple_type": "a list", "string_type": "text",
-    "too_short": "a list of at least {min_length}", "too_long": "a list of at most {max_length}",
-    "greater_than": "a finite number above {gt}", "less_than": "a finite number below {lt}",
-    "greater_than_equal": "a finite number of at least {ge}", "less_than_equal": "a finite number of at most {le}",
-}  # fmt: skip
+    "bool_type": "true or false",
+    "dict_type": _MAPPING,
+    "model_type": _MAPPING,
+    "dataclass_type": _MAPPING,
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "int_type": "a whole number",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "string_type": "text",
+    "too_short": "a list of at least {min_length}",
+    "too_long": "a list of at most {max_length}",
+    "greater_than": "a finite number above {gt}",
+    "less_than": "a finite number below {lt}",
+    "greater_than_equal": "a finite number of at least {ge}",
+    "less_than_equal": "a finite number of at most {le}",
+}
 
 
 def validate(kind: type[T], data: Any, root: str, around: Path = ()) -> tuple[T | None, list[Mistake]]:

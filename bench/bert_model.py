@@ -42,10 +42,19 @@ def main() -> None:
 
     with atomic_folder(arguments.out, force=arguments.force) as folder:
         done = approx.finetune(
-            model, processor=tokenizer, recover=["mlm"], text=[str(arguments.text)], steps=STEPS, batch_size=BATCH,
-            length=LENGTH, learning_rate=LEARNING, validation=200, bfloat16=True, seed=arguments.seed,
+            model,
+            processor=tokenizer,
+            recover=["mlm"],
+            text=[str(arguments.text)],
+            steps=STEPS,
+            batch_size=BATCH,
+            length=LENGTH,
+            learning_rate=LEARNING,
+            validation=200,
+            bfloat16=True,
+            seed=arguments.seed,
             progress=progress,
-        )  # fmt: skip
+        )
         print(f"held-out loss of hidden tokens: {done['after']:.3f} nats", flush=True)
         positions.resize(model, arguments.positions)
         model.save_pretrained(folder)

@@ -93,10 +93,17 @@ def embeddings(tokenizer: Any, encoder: str) -> Tensor:
 def make_model(tokenizer: Any, encoder: str) -> GPT2LMHeadModel:
     """The untrained model."""
     config = GPT2Config(
-        vocab_size=len(tokenizer), n_positions=POSITIONS, n_embd=HIDDEN, n_layer=LAYERS, n_head=HEADS,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        n_positions=POSITIONS,
+        n_embd=HIDDEN,
+        n_layer=LAYERS,
+        n_head=HEADS,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
     model = GPT2LMHeadModel(config)
     with torch.no_grad():
         model.transformer.wte.weight.copy_(embeddings(tokenizer, encoder))
@@ -159,9 +166,19 @@ def main() -> None:
         figures = ngram_perplexities(trained, measured, len(tokenizer))
         print(figures, flush=True)
         approx.finetune(
-            model, processor=tokenizer, recover=["clm"], text=[str(text)], steps=STEPS, batch_size=BATCH, length=LENGTH,
-            learning_rate=LEARNING, validation=100, bfloat16=True, seed=arguments.seed, progress=progress,
-        )  # fmt: skip
+            model,
+            processor=tokenizer,
+            recover=["clm"],
+            text=[str(text)],
+            steps=STEPS,
+            batch_size=BATCH,
+            length=LENGTH,
+            learning_rate=LEARNING,
+            validation=100,
+            bfloat16=True,
+            seed=arguments.seed,
+            progress=progress,
+        )
         model.save_pretrained(folder / "model")
         tokenizer.save_pretrained(folder / "model")
         made = approx.evaluate(str(folder / "model"), "lm", data=str(wikitext), fresh=True)

@@ -157,11 +157,15 @@ def _verified(made: dict[str, Any]) -> list[str]:
         graphs = one.get("graphs") or {}
         rows.append(
             [
-                f"`{one['name']}`", one["suite"], one["dtype"], ", ".join(one.get("kernels", [])) or "–", _cell(status),
+                f"`{one['name']}`",
+                one["suite"],
+                one["dtype"],
+                ", ".join(one.get("kernels", [])) or "–",
+                _cell(status),
                 *(_cell(graphs.get(mode) or "–") for mode in ("forward", "train")),
                 *("–" if pair is None else f"{pair[0]:.1e} of {pair[1]:.1e}" for pair in errors),
             ]
-        )  # fmt: skip
+        )
     head = [
         "attention",
         "suite",

@@ -38,9 +38,17 @@ LONG, LENGTHS = "genres", (512, 2048)
 SQUAD, SQUAD_LENGTH, UNHEALED = "heal-squad", 384, "minilm-squad"
 # The reports whose pages are kept; of the others there are the record, the text and the tables.
 SHOWN = (
-    "genres", "heal-speech", "heal-squad", "heal-sst2", "long-documents", "minilm-squad", "minilm-sst2", "quickstart",
-    "search-imdb", "search-squad",
-)  # fmt: skip
+    "genres",
+    "heal-speech",
+    "heal-squad",
+    "heal-sst2",
+    "long-documents",
+    "minilm-squad",
+    "minilm-sst2",
+    "quickstart",
+    "search-imdb",
+    "search-squad",
+)
 # Columns of the terminal whose output the README shows.
 WIDTH = 136
 DRAWN: dict[str, tuple[str, int, bool, dict[str, Any]]] = {

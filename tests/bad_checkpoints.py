@@ -91,7 +91,11 @@ CHECKPOINTS = {
     "config is binary": (file("config.json", b"\xff\xfe\0"), 5, "not a valid config"),
     "config is empty": (file("config.json", ""), 5, "not a valid config"),
     "config is deep": (file("config.json", "[" * 100_000), 5, "not a valid config"),
-    "config is an LFS pointer": (file("config.json", "version https://git-lfs.github.com/spec/v1\n"), 5, "git lfs pull"),
+    "config is an LFS pointer": (
+        file("config.json", "version https://git-lfs.github.com/spec/v1\n"),
+        5,
+        "git lfs pull",
+    ),
     "no model type": (file("config.json", "{}"), 5, "has no 'model_type'"),
     "numeric model type": (config(model_type=3), 5, "has no 'model_type'"),
     "unknown model type": (config(model_type="nonesuch"), 3, "does not know the model type 'nonesuch'"),
@@ -107,7 +111,11 @@ CHECKPOINTS = {
     "weights cut off": (changed(lambda read: read[: len(read) // 2]), 5, "damaged or truncated"),
     "weights are empty": (changed(lambda read: b""), 5, "(0 bytes) is damaged"),
     "weights are text": (changed(lambda read: b"hello world, this is text"), 5, "damaged or truncated"),
-    "weights are an LFS pointer": (changed(lambda read: b"version https://git-lfs.github.com/spec/v1\n"), 5, "git lfs pull"),
+    "weights are an LFS pointer": (
+        changed(lambda read: b"version https://git-lfs.github.com/spec/v1\n"),
+        5,
+        "git lfs pull",
+    ),
     "header of exabytes": (changed(lambda read: struct.pack("<Q", 2**60) + read[8:]), 5, "header too large"),
     "header of junk": (changed(lambda read: read[:8] + b"x" * 20 + read[28:]), 5, "invalid JSON in header"),
     "no tensors": (tensors(lambda read: read.clear()), 5, "holds no tensors"),
@@ -121,4 +129,4 @@ CHECKPOINTS = {
     "index without a map": (index({}), 5, "not a valid index"),
     "index of files that are missing": (index({"weight_map": {"x": "model-1.safetensors"}}), 5, "is missing"),
     "index that leads out": (index({"weight_map": {"x": "../base/model.safetensors"}}), 8, "only relative names"),
-}  # fmt: skip
+}

@@ -281,9 +281,13 @@ class Handler(BaseHTTPRequestHandler):
         if not self.hub.pull_requests:
             raise RefusedError(404, message="Not found")
         made = {
-            "title": "", "author": {"name": self._user()[0]}, "createdAt": "2026-01-01T00:00:00.000Z", "status": "open",
-            "repo": {"name": repo_id, "type": "model"}, "isPullRequest": True,
-        }  # fmt: skip
+            "title": "",
+            "author": {"name": self._user()[0]},
+            "createdAt": "2026-01-01T00:00:00.000Z",
+            "status": "open",
+            "repo": {"name": repo_id, "type": "model"},
+            "isPullRequest": True,
+        }
         listed = [{**made, "num": int(ref.rpartition("/")[2])} for ref in repo.refs if ref.startswith("refs/pr/")]
         return self._json({"discussions": listed, "count": len(listed), "start": 0})
 

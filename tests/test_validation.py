@@ -66,8 +66,11 @@ def test_what_is_right_is_made_and_a_single_value_stands_for_a_list():
 
 def test_what_is_right_survives_what_is_wrong():
     data = {
-        "titel": "a", "inner": [{"size": 0}, {"size": 2, "kind": 1}, {}, {"size": 3}], "counts": [0, 4, 0], "batch": None,
-    }  # fmt: skip
+        "titel": "a",
+        "inner": [{"size": 0}, {"size": 2, "kind": 1}, {}, {"size": 3}],
+        "counts": [0, 4, 0],
+        "batch": None,
+    }
     made, mistakes = salvage(Outer, data, "x", {"title": ""})
     assert made == Outer(title="", inner=[Inner(size=2), Inner(size=3)], counts=[4])
     assert len(mistakes) == 8

@@ -14,9 +14,14 @@ from zoo import tiny
 def tiny_gpt2(positions: int = 64, mechanism: str | None = None, **settings: Any) -> Any:
     """Random weights, large enough for varied texts; no word ends a text."""
     model = tiny(
-        "GPT2LMHeadModel", 3, vocab_size=len(WORDS), n_positions=positions, initializer_range=0.6, eos_token_id=None,
+        "GPT2LMHeadModel",
+        3,
+        vocab_size=len(WORDS),
+        n_positions=positions,
+        initializer_range=0.6,
+        eos_token_id=None,
         bos_token_id=None,
-    )  # fmt: skip
+    )
     if mechanism:
         surgery.convert(model, Plan.of(mechanism, **settings))
     return model

@@ -61,9 +61,18 @@ def generate(
     if temperature is not None and not sample:
         raise ApproxError("--temperature has an effect only with --sample. Give both or neither.")
     made = api.generate(
-        model, prompt, against=against, max_new_tokens=max_new_tokens, sample=sample, temperature=temperature or 1.0,
-        seed=seed, device=device, dtype=dtype, offline=offline, merge_adapter=merge_adapter,
-    )  # fmt: skip
+        model,
+        prompt,
+        against=against,
+        max_new_tokens=max_new_tokens,
+        sample=sample,
+        temperature=temperature or 1.0,
+        seed=seed,
+        device=device,
+        dtype=dtype,
+        offline=offline,
+        merge_adapter=merge_adapter,
+    )
     terminal.result(made, *(part for one in made["prompts"] for part in _generated(one)))
     terminal.note("Times are of one run; `approx bench --mode generate` measures them.")
 

@@ -169,11 +169,20 @@ def convert(
     with terminal.progress() as bar:
         done = iter(range(_STEPS))
         receipt = conversion.convert(
-            model, output, chosen, max_length=max_length, calibrate=calibrate, force=force, revision=revision,
-            offline=offline, allow_pickle=allow_pickle, merge_adapter=merge_adapter, bundle_kernels=bundle_kernels,
+            model,
+            output,
+            chosen,
+            max_length=max_length,
+            calibrate=calibrate,
+            force=force,
+            revision=revision,
+            offline=offline,
+            allow_pickle=allow_pickle,
+            merge_adapter=merge_adapter,
+            bundle_kernels=bundle_kernels,
             trust_remote_code=trust_remote_code,
             progress=lambda step: bar(f"convert: {step}", next(done, _STEPS - 1), _STEPS),
-        )  # fmt: skip
+        )
     left = [f"Left exact: layers {', '.join(map(str, receipt['left']))}"] if receipt["left"] else []
     terminal.result(
         {"output": str(output), **receipt},

@@ -106,11 +106,16 @@ def _planned(planned: dict[str, Any]) -> list[Any]:
 
     rows = [
         [
-            phase["mode"], f"{phase['steps']:,}", str(phase["batch_size"]), f"{phase['learning_rate']:.1e}",
-            f"{phase['trained']:,} of {phase['parameters']:,}", wording.duration(phase["seconds"]), f"{phase['memory_mb']:,.0f}",
+            phase["mode"],
+            f"{phase['steps']:,}",
+            str(phase["batch_size"]),
+            f"{phase['learning_rate']:.1e}",
+            f"{phase['trained']:,} of {phase['parameters']:,}",
+            wording.duration(phase["seconds"]),
+            f"{phase['memory_mb']:,.0f}",
         ]
         for phase in planned["phases"]
-    ]  # fmt: skip
+    ]
     return [
         table(["mode", "steps", "batch", "rate", "trained", "time", "MB"], rows),
         f"{planned['examples']:,} training examples; {planned['held_out']:,} more choose the best step by {planned['measure']}.",
@@ -124,11 +129,16 @@ def _outcome(done: dict[str, Any]) -> list[Any]:
 
     rows = [
         [
-            phase["mode"], f"{phase['steps']:,}", f"{phase['best_step']:,}", f"{phase['parameters']:,}", f"{phase['tokens']:,}",
-            wording.duration(phase["seconds"]), wording.ENDED[phase["ended"]],
+            phase["mode"],
+            f"{phase['steps']:,}",
+            f"{phase['best_step']:,}",
+            f"{phase['parameters']:,}",
+            f"{phase['tokens']:,}",
+            wording.duration(phase["seconds"]),
+            wording.ENDED[phase["ended"]],
         ]
         for phase in done["phases"]
-    ]  # fmt: skip
+    ]
     scores = [("exact attention, before training", done["exact"]), ("before", done["before"]), ("after", done["after"])]
     lines = [
         table(["mode", "steps", "best step", "trained", "tokens", "time", "ended by"], rows),

@@ -41,9 +41,12 @@ def verify(
     with terminal.progress() as bar:
         done = iter(range(_VERIFY_STEPS))
         found = api.verify(
-            folder, accept=accept, revision=revision, offline=offline,
+            folder,
+            accept=accept,
+            revision=revision,
+            offline=offline,
             progress=lambda step: bar(f"verify: {step}", next(done, _VERIFY_STEPS - 1), _VERIFY_STEPS),
-        )  # fmt: skip
+        )
     diffs = found["diffs"].values() if terminal.verbose else ()
     accepted = [f"Accepted: {', '.join(found['edited'])}"] if found["accepted"] else []
     terminal.result(found, checks_table(found["checks"]), *diffs, *accepted)
@@ -73,10 +76,16 @@ def export(
     with terminal.progress() as bar:
         done = iter(range(_EXPORT_STEPS))
         made = exporting.export(
-            model, output, format=format_, lengths=asked, force=force, revision=revision, offline=offline,
+            model,
+            output,
+            format=format_,
+            lengths=asked,
+            force=force,
+            revision=revision,
+            offline=offline,
             merge_adapter=merge_adapter,
             progress=lambda step: bar(f"export: {step}", next(done, _EXPORT_STEPS - 1), _EXPORT_STEPS),
-        )  # fmt: skip
+        )
     errors = made["largest_relative_difference"].items()
     rows = [[size, f"{error:.1e}"] for size, error in errors]
     terminal.result(made, table(["batch x length", "largest relative difference"], rows), f"Written to {output}")

@@ -125,10 +125,17 @@ def run(
         raise ApproxError(f"--no-push was given, but {path} has no 'push'. Leave it out.")
     with terminal.progress() as bar:
         made = run_recipe(
-            read, folder, resume=resume, force=force, offline=offline, send=not no_push, pushed=pushed.append,
+            read,
+            folder,
+            resume=resume,
+            force=force,
+            offline=offline,
+            send=not no_push,
+            pushed=pushed.append,
             # Without --resume, so that the command reproduces the record.
-            command=scrubbed(shlex.join(["approx", "run", recipe, *_given(checkpoint, data, limit)])), progress=bar,
-        )  # fmt: skip
+            command=scrubbed(shlex.join(["approx", "run", recipe, *_given(checkpoint, data, limit)])),
+            progress=bar,
+        )
     tables = [*map(quality_table, made.quality), *speed_tables(made.speed)]
     files = [f"Record: {folder / 'record.json'}", f"Report: {folder / 'report' / 'index.html'}"]
     files += [_push_line(outcome) for outcome in pushed]

@@ -75,9 +75,11 @@ def sweep(
     read = grids.read(path)
     folder = output or Path("runs") / path.stem
     chosen = choose(
-        executor, jobs=jobs, options=options.read_settings(set_executor, "--set-executor"),
+        executor,
+        jobs=jobs,
+        options=options.read_settings(set_executor, "--set-executor"),
         folder=folder.resolve() / "jobs",
-    )  # fmt: skip
+    )
     with terminal.progress() as bar:
         cells = stage.cells(read, folder, offline=offline, command=typed_command(), progress=bar)
         if not dry_run:

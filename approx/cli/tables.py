@@ -42,10 +42,11 @@ class _Whole(Table):
 
         return [
             # A column without a heading holds names, which stay on one line.
-            max(map(cell_len, cells), default=1) if column.no_wrap
+            max(map(cell_len, cells), default=1)
+            if column.no_wrap
             else longest([*([str(column.header)] if headings else []), *cells])
             for column, cells in zip(self.columns, self._cells(), strict=True)
-        ]  # fmt: skip
+        ]
 
     def _shared(self, least: list[int], free: int) -> list[int]:
         """The least widths, and the rest of the line for the columns that need more."""

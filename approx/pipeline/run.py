@@ -132,9 +132,14 @@ def search(
                 file.unlink(missing_ok=True)
         if found.speed is not None:
             made = make_record(
-                {BASE: base, **found.models}, title=f"Search: {found.goal}", notice=found.summary, seed=seed, command=command,
-                quality=[found.quality] if found.quality is not None else [], speed=[found.speed],
-            )  # fmt: skip
+                {BASE: base, **found.models},
+                title=f"Search: {found.goal}",
+                notice=found.summary,
+                seed=seed,
+                command=command,
+                quality=[found.quality] if found.quality is not None else [],
+                speed=[found.speed],
+            )
             checked = [one.model_copy(update={"verified": found.verified[one.name]}) for one in made.variants]
             made = made.model_copy(update={"variants": checked})
             record.save(folder / "record.json", made)
@@ -418,9 +423,15 @@ class Study:
             file = out / f"{slug(name)}.yaml"
             if not file.is_file():
                 found = search(
-                    self.open()[BASE], asked, file, folder=folder_of(file), resume=True, seed=self.asked.seed,
-                    command=self._command, progress=self._progress,
-                )  # fmt: skip
+                    self.open()[BASE],
+                    asked,
+                    file,
+                    folder=folder_of(file),
+                    resume=True,
+                    seed=self.asked.seed,
+                    command=self._command,
+                    progress=self._progress,
+                )
                 if found.interrupted:
                     file.unlink()
                     raise KeyboardInterrupt
@@ -494,10 +505,17 @@ class Study:
         try:
             # A killed process may have written the folder, but not this stage.
             done = finetune_folder(
-                start, folder, training, teacher=self.checkpoint if retrained else None, working=working, resume=(working / "training.json").is_file(), force=True,
-                device=choose_device(self.asked.device), **where,
+                start,
+                folder,
+                training,
+                teacher=self.checkpoint if retrained else None,
+                working=working,
+                resume=(working / "training.json").is_file(),
+                force=True,
+                device=choose_device(self.asked.device),
+                **where,
                 progress=lambda what, *more: self._progress(f"heal {label}: {what}", *more),
-            )  # fmt: skip
+            )
         except BudgetMetError as met:
             # It is as good as it is asked to be, so it is healed.
             with atomic_folder(folder, force=True) as copied:
@@ -580,9 +598,12 @@ class Pushes:
                 try:
                     stated(asked.base_model, asked.license, asked.language)
                     check_permission(
-                        asked.repo, base=asked.base_model or (source.name if source.revision else None),
-                        public=asked.public, create_pr=asked.create_pr, revision=asked.revision,
-                    )  # fmt: skip
+                        asked.repo,
+                        base=asked.base_model or (source.name if source.revision else None),
+                        public=asked.public,
+                        create_pr=asked.create_pr,
+                        revision=asked.revision,
+                    )
                 except ApproxError as error:
                     errors.append(ApproxError(f"{self.recipe.at('push', number)}Push: {error}", error.exit_code))
         if errors:

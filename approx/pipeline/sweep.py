@@ -78,9 +78,12 @@ def sweep(grid: Grid, out: Path, todo: Sequence[Stage], executor: Executor, *, p
     with locked_output(out):
         claim(out, "sweep", "a sweep", _begun)
         computed = complete(
-            todo, Store(out), executor, keep_going=True,
+            todo,
+            Store(out),
+            executor,
+            keep_going=True,
             progress=lambda name, *where: progress(f"sweep: {name}" if name else "sweep", *where),
-        )  # fmt: skip
+        )
         return _written(
             grid, out, [cell for stage in todo if (cell := _cell(stage, Store(out))) is not None], len(computed)
         )

@@ -132,10 +132,19 @@ def highest(moments: Iterable[Moment]) -> tuple[Moment, ...]:
 _PROBE_LENGTH = 48
 # Keywords that families pass to their attention but that do not change its result.
 _HARMLESS = {
-    "cache_position", "encoder_hidden_states", "is_causal", "num_items_in_batch", "output_attentions",
-    "output_hidden_states", "output_router_logits", "past_key_values", "position_embeddings", "position_ids", "return_dict",
+    "cache_position",
+    "encoder_hidden_states",
+    "is_causal",
+    "num_items_in_batch",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "past_key_values",
+    "position_embeddings",
+    "position_ids",
+    "return_dict",
     "use_cache",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)

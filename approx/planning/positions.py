@@ -108,8 +108,16 @@ _TABLES = {
     "gpt2": "wpe",
 }
 _OFFSET_FAMILIES = (
-    "roberta", "xlm-roberta", "xlm-roberta-xl", "roberta-prelayernorm", "camembert", "data2vec-text", "xmod", "layoutlmv3", "markuplm",
-)  # fmt: skip
+    "roberta",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "roberta-prelayernorm",
+    "camembert",
+    "data2vec-text",
+    "xmod",
+    "layoutlmv3",
+    "markuplm",
+)
 _UNLIMITED_FAMILIES = ("wav2vec2", "hubert", "vit")
 
 

@@ -200,11 +200,19 @@ def _upload(
     if state.exists and state.private and public:
         notes.append(f"{hub.repo} exists and is private, and stays so; change that in its settings on the hub.")
     return Upload(
-        repo=hub.repo, endpoint=remote.endpoint(), revision=hub.revision, new=not state.exists,
-        private=state.private if state.exists else not public, create_pr=create_pr, files=folder.tree(staged),
-        written=changes.written, deleted=changes.deleted, left=checked.left,
-        card=(staged / CARD).read_text(encoding="utf-8"), notes=notes,
-    )  # fmt: skip
+        repo=hub.repo,
+        endpoint=remote.endpoint(),
+        revision=hub.revision,
+        new=not state.exists,
+        private=state.private if state.exists else not public,
+        create_pr=create_pr,
+        files=folder.tree(staged),
+        written=changes.written,
+        deleted=changes.deleted,
+        left=checked.left,
+        card=(staged / CARD).read_text(encoding="utf-8"),
+        notes=notes,
+    )
 
 
 def _written(
@@ -363,6 +371,15 @@ def push(
             progress=progress,
         )
     return upload_folder(
-        folder, repo, records=paths, public=public, create_pr=create_pr, revision=revision, message=message, force=force,
-        said=said, agree=agree, progress=progress,
-    )  # fmt: skip
+        folder,
+        repo,
+        records=paths,
+        public=public,
+        create_pr=create_pr,
+        revision=revision,
+        message=message,
+        force=force,
+        said=said,
+        agree=agree,
+        progress=progress,
+    )

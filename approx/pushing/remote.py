@@ -441,9 +441,13 @@ class Remote:
         ]
         with hub_errors("Uploading", self.repo, create_pr=create_pr):
             return self.api.create_commit(
-                self.repo, operations, commit_message=message, revision=revision or self.revision, create_pr=create_pr,
+                self.repo,
+                operations,
+                commit_message=message,
+                revision=revision or self.revision,
+                create_pr=create_pr,
                 parent_commit=parent,
-            )  # fmt: skip
+            )
 
     def pull_requests(self, user: str) -> list[str]:
         """Branches of the user's open pull requests; empty if the hub does not list them."""

@@ -32,9 +32,16 @@ def launches() -> Iterator[Launch]:
 
 
 def _both(
-    dtype: torch.dtype, size: int, *, values: int | None = None, features: int = 256, causal: bool = True,
-    kernel: str = "softmax", masked: bool = False, own: bool = False,
-) -> Callable[[], None]:  # fmt: skip
+    dtype: torch.dtype,
+    size: int,
+    *,
+    values: int | None = None,
+    features: int = 256,
+    causal: bool = True,
+    kernel: str = "softmax",
+    masked: bool = False,
+    own: bool = False,
+) -> Callable[[], None]:
     def run() -> None:
         q, v, launches = _given(dtype, size, values or size, features, causal, kernel, masked, own)
         sums = launches.empty_sums(q)

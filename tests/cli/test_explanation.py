@@ -72,8 +72,10 @@ def test_a_task_is_explained():
     about = call("tasks", "librispeech/dev-clean", "--json").json
     # The constructor of its base class takes and checks these.
     assert about["settings"]["beams"] == {
-        "default": 1, "allowed": "a whole number at least 1", "meaning": "Number of beams; 1 is greedy."
-    }  # fmt: skip
+        "default": 1,
+        "allowed": "a whole number at least 1",
+        "meaning": "Number of beams; 1 is greedy.",
+    }
     assert about["explained"]["wer"]["better"] == "lower"
     assert "*.trans.txt" not in about["split"]
     assert "LibriSpeech" in about["data"]

@@ -137,8 +137,11 @@ def test_accelerate_launch_asks_for_fsdp_by_the_variable_that_is_refused(study, 
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
     done = subprocess.run(
         [*launch, ROOT / "cli.py", *words_of(study, "-o", tmp_path / "healed")],
-        env=environment, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert done.returncode != 0
     assert "FSDP is requested" in done.stderr, done.stderr[-3000:]
     assert "--nproc-per-node 2 " in done.stderr
@@ -202,8 +205,11 @@ def test_two_processes_have_one_processs_loss(study, tmp_path):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
         done = subprocess.run(
             [*command, ROOT / "cli.py", *words, tmp_path / f"healed{processes}"],
-            env=environment, capture_output=True, text=True, timeout=600,
-        )  # fmt: skip
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
         assert done.returncode == 0, done.stderr[-3000:]
         told = json.loads(done.stdout)
         curves.append(

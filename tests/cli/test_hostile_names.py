@@ -44,11 +44,17 @@ def study(request, tmp_path_factory) -> tuple[str, Path, str]:
         labels = (name, "positive") * 6
         csv.writer(file).writerows([("text", "label"), *((f"the film is {name}", label) for label in labels)])
     recipe = {
-        "title": name, "notice": name, "checkpoint": str(base), "device": "cpu",
-        "variants": {name: {"mechanism": "local", "settings": {"left": 1, "right": 1}}, "other": {"mechanism": "linear"}},
+        "title": name,
+        "notice": name,
+        "checkpoint": str(base),
+        "device": "cpu",
+        "variants": {
+            name: {"mechanism": "local", "settings": {"left": 1, "right": 1}},
+            "other": {"mechanism": "linear"},
+        },
         "evaluate": {"task": "text-classification", "data": str(data)},
         "bench": {"lengths": 8, "rounds": 3, "seconds": 0},
-    }  # fmt: skip
+    }
     (home / "study.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
     before = {path for path in around.rglob("*") if path.is_file()}
     said = call("run", home / "study.yaml", "-o", home / "out" / "run")
@@ -125,7 +131,12 @@ def test_the_terminal_shows_the_name_as_it_is(study):
 def test_a_variant_is_in_a_folder_within_the_run(study):
     _, out, _ = study
     assert {path.name for path in (out / "run").iterdir()} == {
-        "converted", "recipe.yaml", "record.json", "report", "stages", "outputs-0.parquet"
-    }  # fmt: skip
+        "converted",
+        "recipe.yaml",
+        "record.json",
+        "report",
+        "stages",
+        "outputs-0.parquet",
+    }
     assert len(list((out / "run" / "converted").iterdir())) == 2
     assert list(out.parent.parent.iterdir()) == [out.parent]

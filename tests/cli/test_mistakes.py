@@ -27,9 +27,17 @@ MISTAKES = [
     (("plan", "{base}", "--plan", "p.yaml", "--layers", "0"), Exit.USAGE, "belong to --mechanism"),
     (("plan", "{base}", "--plan", "none.yaml"), Exit.USAGE, "none.yaml cannot be read: No such file"),
     (("plan", "{base}", "-m", "local", "--set", "left"), Exit.USAGE, "--set name=value"),
-    (("plan", "{base}", "-m", "improved-clustered", "--set", "hash-bias=true", "--set", "hash_bias=true"), Exit.USAGE, "given twice"),
+    (
+        ("plan", "{base}", "-m", "improved-clustered", "--set", "hash-bias=true", "--set", "hash_bias=true"),
+        Exit.USAGE,
+        "given twice",
+    ),
     (("plan", "{base}", "-m", "local", "--lengths", "8,x"), Exit.USAGE, "--lengths 512,2048"),
-    (("bench", "{base}", "--batch-size", "0"), Exit.USAGE, "--batch-size[0]: a finite number of at least 1 is needed, found 0"),
+    (
+        ("bench", "{base}", "--batch-size", "0"),
+        Exit.USAGE,
+        "--batch-size[0]: a finite number of at least 1 is needed, found 0",
+    ),
     (("bench", "{converted}", "--lengths", "99"), Exit.USAGE, "verted takes 32 positions"),
     # Plans.
     (("plan", "{base}", "-m", "clusterd"), Exit.USAGE, "Did you mean 'clustered'?"),
@@ -42,8 +50,16 @@ MISTAKES = [
     (("mechanisms", "--family", "wavlm"), Exit.UNSUPPORTED, "can be converted"),
     (("evaluate", "{base}", "--task", "glue/sst"), Exit.USAGE, "Did you mean 'glue/sst2'?"),
     (("evaluate", "{base}", "--task", "glue/rte", "--data", "{data}"), Exit.UNSUPPORTED, "not_entailment"),
-    (("evaluate", "{base}", "--task", "needle", "--set", "lenth=4"), Exit.USAGE, "'lenth'. Did you mean 'length'? Its settings are length, examples, needles, seed, labels."),
-    (("evaluate", "{base}", "--task", "glue/sst2", "--set", "foo=1"), Exit.USAGE, "has no setting 'foo'. Its settings are labels, encoding."),
+    (
+        ("evaluate", "{base}", "--task", "needle", "--set", "lenth=4"),
+        Exit.USAGE,
+        "'lenth'. Did you mean 'length'? Its settings are length, examples, needles, seed, labels.",
+    ),
+    (
+        ("evaluate", "{base}", "--task", "glue/sst2", "--set", "foo=1"),
+        Exit.USAGE,
+        "has no setting 'foo'. Its settings are labels, encoding.",
+    ),
     (("mechanisms", "locall"), Exit.USAGE, "Did you mean 'local'?"),
     (("tasks", "sst2"), Exit.USAGE, "Did you mean 'glue/sst2'?"),
     # Paths that do not exist, or exist already.
@@ -67,10 +83,14 @@ MISTAKES = [
     # Recipes.
     (("run", "quikstart"), Exit.USAGE, "Give a YAML file, or one of:"),
     (("run", "{data}/dev.tsv"), Exit.USAGE, "dev.tsv"),
-]  # fmt: skip
+]
 
 
-@pytest.mark.parametrize(("words", "code", "fragment"), MISTAKES, ids=lambda value: " ".join(value)[:60] if isinstance(value, tuple) else None)  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "code", "fragment"),
+    MISTAKES,
+    ids=lambda value: " ".join(value)[:60] if isinstance(value, tuple) else None,
+)
 def test_mistake_ends_in_one_line(words, code, fragment, base, converted, data, tmp_path):
     (tmp_path / "p.yaml").write_text("{mechanism: linear}", encoding="utf-8")
     (data / "nan.json").write_text('{"schema": 1, "seed": NaN}', encoding="utf-8")
@@ -95,8 +115,9 @@ def test_a_missing_gpu_exits_with_4(words, base, data):
     typed = [word.format(data=data) for word in words]
     answer = call(typed[0], base, *typed[1:], "--device", "cuda")
     assert (answer.code, answer.err) == (
-        Exit.MISSING, "error: The device is 'cuda', but torch sees no GPU. Use the device 'cpu'.\n"
-    )  # fmt: skip
+        Exit.MISSING,
+        "error: The device is 'cuda', but torch sees no GPU. Use the device 'cpu'.\n",
+    )
 
 
 def test_several_mistakes_have_a_line_each(base):

@@ -128,8 +128,10 @@ def test_the_mechanism_of_the_guide_is_converted_verified_and_timed(converted):
     card = (converted / "README.md").read_text()
     assert "`dilated` of `approx-dilated==1.0`" in card
     assert sorted(path.name for path in converted.glob("*.py")) == [
-        "approx_seam_internals.py", "configuration_approx_bert.py", "modeling_approx_bert.py",
-    ]  # fmt: skip
+        "approx_seam_internals.py",
+        "configuration_approx_bert.py",
+        "modeling_approx_bert.py",
+    ]
     verified = call("verify", converted, "--json")
     assert verified.code == 0, verified.err
     checks = {check["name"]: check for check in verified.json["checks"]}

@@ -39,8 +39,12 @@ def test_help_waits_for_no_large_library_and_the_version_says_what_is_usable(tmp
     # Imports decide how long a command takes, and unlike seconds do not depend on the machine.
     told = subprocess.run(
         [sys.executable, "-X", "importtime", *COMMAND[1:], "--help"],
-        cwd=tmp_path, env=environment(), check=True, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env=environment(),
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     imported = {line.rsplit("|", 1)[1].strip().partition(".")[0] for line in told.stderr.splitlines() if "|" in line}
     assert "typer" in imported, "the list of imports was not read"
     assert not imported & {
@@ -65,8 +69,11 @@ def test_help_waits_for_no_large_library_and_the_version_says_what_is_usable(tmp
 def test_a_wrong_name_is_refused_before_torch_is_imported(tmp_path):
     told = subprocess.run(
         [sys.executable, "-X", "importtime", *COMMAND[1:], "plan", "quickstart", "-m", "locall"],
-        cwd=tmp_path, env=environment(), capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
     assert (
         "error: Invalid value for '--mechanism' / '-m': Unknown mechanism 'locall'. Did you mean 'local'?"
         in told.stderr

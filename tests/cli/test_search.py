@@ -164,22 +164,40 @@ WRONG = {
     "a speed below one": (["--speed", "0.5x"], Exit.USAGE, "a speed-up above 1"),
     "a divergence with a task": (["--budget", "kl<=1", "--task", "needle"], Exit.USAGE, "is a divergence"),
     "task and text": (["--budget", "loss<=1", "--task", "needle", "--text", "x"], Exit.USAGE, "Both a task and a text"),
-    "no such mechanism": (["--budget", "loss<=1", "--task", "needle", "--mechanisms", "locl"], Exit.USAGE, "Did you mean 'local'"),
-    "a causal mechanism": (["--budget", "loss<=1", "--task", "needle", "--mechanisms", "sinks"], Exit.UNSUPPORTED, "no bidirectional form"),
+    "no such mechanism": (
+        ["--budget", "loss<=1", "--task", "needle", "--mechanisms", "locl"],
+        Exit.USAGE,
+        "Did you mean 'local'",
+    ),
+    "a causal mechanism": (
+        ["--budget", "loss<=1", "--task", "needle", "--mechanisms", "sinks"],
+        Exit.UNSUPPORTED,
+        "no bidirectional form",
+    ),
     "a task without its head": (["--budget", "loss<=1", "--task", "squad"], Exit.UNSUPPORTED, "question"),
     "too long": (["--budget", "loss<=1", "--task", "needle", "--length", "4096"], Exit.USAGE, "takes 2048 positions"),
     "too few for gradients": (
-        ["--budget", "loss<=1", "--task", "needle", "--calibration", "500"], Exit.USAGE, "only 100 compare plans"
+        ["--budget", "loss<=1", "--task", "needle", "--calibration", "500"],
+        Exit.USAGE,
+        "only 100 compare plans",
     ),
-    "too few examples": (["--budget", "loss<=1", "--task", "needle", "--limit", "12"], Exit.UNAVAILABLE, "leaves 6 for the proof"),
+    "too few examples": (
+        ["--budget", "loss<=1", "--task", "needle", "--limit", "12"],
+        Exit.UNAVAILABLE,
+        "leaves 6 for the proof",
+    ),
     "examples of no such length": (
-        ["--budget", "loss<=1", "--task", "needle", "--min-length", "5000"], Exit.UNAVAILABLE, "at least 5000 tokens"
+        ["--budget", "loss<=1", "--task", "needle", "--min-length", "5000"],
+        Exit.UNAVAILABLE,
+        "at least 5000 tokens",
     ),
     "a missing text": (["--budget", "kl<=1", "--text", "none.txt"], Exit.UNAVAILABLE, "cannot be read"),
     "no sensitivities": (
-        ["--budget", "loss<=1", "--task", "needle", "--sensitivities", "none.json"], Exit.UNAVAILABLE, "none.json"
+        ["--budget", "loss<=1", "--task", "needle", "--sensitivities", "none.json"],
+        Exit.UNAVAILABLE,
+        "none.json",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", WRONG)

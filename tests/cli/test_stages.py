@@ -68,9 +68,17 @@ def test_defaults_of_options_are_those_of_the_stage(command):
 
 def test_values_are_read_as_the_fields_types():
     typed = {one.name: one.default for one in finetuning._STAGE.parameters()} | {
-        "recover": "lora, task", "text": ["a,b.txt", "c.txt"], "limit": "7", "epochs": "2", "distill": ["hidden=0"],
-        "lora": ["targets=query, value"], "settings": ["length=8"], "labels": "1,0", "max_steps": "9", "joint": True,
-    }  # fmt: skip
+        "recover": "lora, task",
+        "text": ["a,b.txt", "c.txt"],
+        "limit": "7",
+        "epochs": "2",
+        "distill": ["hidden=0"],
+        "lora": ["targets=query, value"],
+        "settings": ["length=8"],
+        "labels": "1,0",
+        "max_steps": "9",
+        "joint": True,
+    }
     made = finetuning._STAGE.read(typed)
     assert (made.recover, made.text, made.limit, made.epochs) == (["lora", "task"], ["a,b.txt", "c.txt"], 7, 2.0)
     assert (made.distill.hidden, made.distill.logits, made.lora.targets) == (0.0, 1.0, ["query", "value"])

@@ -62,16 +62,27 @@ RECORDS = {
 }
 # Options of a conversion to linear attention.
 CONVERT = [
-    (("--set", "window=1.5"), "allowed is a whole number"), (("--set", "window=nan"), "allowed is a whole number"),
-    (("--set", "window="), "allowed is a whole number"), (("--set", "window=99999999999999999999"), "allowed is a whole number"),
-    (("--set", "=3"), "the form is --set name=value"), (("--set", ""), "the form is --set name=value"),
-    (("--set", "feature_map=7"), "allowed is one of elu"), (("--set", "eps=inf"), "a finite number above 0"),
-    (("--set", "eps=-1"), "a finite number above 0"), (("--set", "nope=1"), "Settings of 'linear': feature_map"),
-    (("--layers", "a"), "'a'"), (("--layers", ""), "Layers are ''"), (("--layers", "1-0"), "1-0"), (("--heads", "9"), "9"),
-    (("--exact-below", "-1"), "--exact-below"), (("--max-length", "0"), "--max-length"), (("--max-length", "1e3"), "--max-length"),
-    (("--max-length", "99999999999"), "more than 10,000,000 positions"), (("--revision", "x"), "which has no revisions"),
+    (("--set", "window=1.5"), "allowed is a whole number"),
+    (("--set", "window=nan"), "allowed is a whole number"),
+    (("--set", "window="), "allowed is a whole number"),
+    (("--set", "window=99999999999999999999"), "allowed is a whole number"),
+    (("--set", "=3"), "the form is --set name=value"),
+    (("--set", ""), "the form is --set name=value"),
+    (("--set", "feature_map=7"), "allowed is one of elu"),
+    (("--set", "eps=inf"), "a finite number above 0"),
+    (("--set", "eps=-1"), "a finite number above 0"),
+    (("--set", "nope=1"), "Settings of 'linear': feature_map"),
+    (("--layers", "a"), "'a'"),
+    (("--layers", ""), "Layers are ''"),
+    (("--layers", "1-0"), "1-0"),
+    (("--heads", "9"), "9"),
+    (("--exact-below", "-1"), "--exact-below"),
+    (("--max-length", "0"), "--max-length"),
+    (("--max-length", "1e3"), "--max-length"),
+    (("--max-length", "99999999999"), "more than 10,000,000 positions"),
+    (("--revision", "x"), "which has no revisions"),
     (("--plan", "nowhere.yaml"), "both were given"),
-]  # fmt: skip
+]
 # The rest: the words typed, the exit code, part of the message.
 OTHERS = [
     (("inspect", ""), 5, "name of the checkpoint is empty"),

@@ -68,9 +68,17 @@ CONLL = (
 )
 TRAINING = FinetuneStage(task="glue/sst2", data="SST-2", recover=["task"], steps=2, batch_size=2, evaluate_every=1)
 SEARCH = SearchStage(
-    task="glue/sst2", data="SST-2", length=8, budget="loss<=90", heal="transfer", front=0, examples=12, proof=12, calibration=2,
+    task="glue/sst2",
+    data="SST-2",
+    length=8,
+    budget="loss<=90",
+    heal="transfer",
+    front=0,
+    examples=12,
+    proof=12,
+    calibration=2,
     candidates=[Rule("linear", "all", {"feature_map": "hedgehog"})],
-)  # fmt: skip
+)
 # Folder in `claimed` -> the purpose of its claim.
 CLAIMED: dict[str, Kind] = {
     "out": "output",

@@ -250,16 +250,24 @@ def test_without_kernels_it_is_pytorchs_attention():
 
 REFUSED = {
     "on the cpu": (lambda: flash(*(x.cpu() for x in draw(20, 20)), scale=0.3, impl="triton"), "need CUDA tensors"),
-    "head size": (lambda: flash(*draw(20, 20, size=24), scale=0.3, impl="triton"), "head size is 24; allowed are 16, 32"),
+    "head size": (
+        lambda: flash(*draw(20, 20, size=24), scale=0.3, impl="triton"),
+        "head size is 24; allowed are 16, 32",
+    ),
     "dtype": (lambda: flash(*draw(20, 20, dtype=torch.float64), scale=0.3, impl="triton"), "allowed are float16"),
     "dropout": (lambda: flash_attention(*draw(20, 20), causal=True, scale=0.3, dropout=0.1, impl="triton"), "dropout"),
     "lengths": (lambda: flash(*draw(20, 20), scale=0.3, lengths=[9, 10]), "2 that sum to 19"),
     "an empty sample": (lambda: flash(*draw(20, 20), scale=0.3, lengths=[20, 0]), "a length is 0; expected 1 or more"),
     "no diagonal": (lambda: block_list(lambda i, j: (j < i) | (j < 3), 20, 20, tile=16), "position 3"),
     "a tile": (lambda: block_list(pairs, 20, 20, tile=24), "allowed are 16, 32"),
-    "another list": (lambda: flash(*draw(20, 20), scale=0.3, blocks=block_list(pairs, 20, 21, tile=32, device=DEVICE)), "21 keys"),
+    "another list": (
+        lambda: flash(*draw(20, 20), scale=0.3, blocks=block_list(pairs, 20, 21, tile=32, device=DEVICE)),
+        "21 keys",
+    ),
     "another tile": (
-        lambda: flash(*draw(20, 20), scale=0.3, blocks=block_list(pairs, 20, 20, tile=16, device=DEVICE), impl="triton"),
+        lambda: flash(
+            *draw(20, 20), scale=0.3, blocks=block_list(pairs, 20, 20, tile=16, device=DEVICE), impl="triton"
+        ),
         "take 32",
     ),
     "list and window": (
@@ -267,7 +275,7 @@ REFUSED = {
         "together",
     ),
     "spans": (lambda: flash(*draw(20, 20), scale=0.3, spans=torch.ones(3)), r"spans has shape \[3\]; expected \[2\]"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", REFUSED)

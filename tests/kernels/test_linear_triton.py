@@ -278,14 +278,18 @@ def test_decoding_overwrites_the_sums(feature_map, features, monkeypatch):
 
 REFUSED = {
     "tokens after a state": (
-        lambda q: linear_decode(q, q, q, None, {"sums": torch.zeros(1, 2, 16, 17)}, impl="triton"), "one at a time"
+        lambda q: linear_decode(q, q, q, None, {"sums": torch.zeros(1, 2, 16, 17)}, impl="triton"),
+        "one at a time",
     ),
     "gradients": (lambda q: linear_decode(q.requires_grad_(), q, q, impl="triton"), "no_grad"),
     # The shares lie where q does: elsewhere they would be refused first, for their device.
     "a window": (lambda q: linear_decode(q, q, q, window=3, mix=mix(2), impl="triton"), "no keys of a window"),
     "dropout": (lambda q: linear_attention(q, q, q, causal=True, dropout=0.1, impl="triton"), "drop no keys"),
-    "head size": (lambda q: linear_attention(*(q[..., :12],) * 3, causal=True, impl="triton"), "head size is 12; allowed"),
-}  # fmt: skip
+    "head size": (
+        lambda q: linear_attention(*(q[..., :12],) * 3, causal=True, impl="triton"),
+        "head size is 12; allowed",
+    ),
+}
 
 
 @pytest.mark.parametrize("what", REFUSED)

@@ -195,9 +195,13 @@ def test_shared_keys_need_a_query_for_each():
 @needs_compiler
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 @given(
-    length=st.sampled_from((1, 2, 13, 70)), keys=st.integers(1, 300), rounds=st.integers(1, 3), cluster=st.integers(1, 9),
-    masked=st.booleans(), seed=st.integers(0, 9),
-)  # fmt: skip
+    length=st.sampled_from((1, 2, 13, 70)),
+    keys=st.integers(1, 300),
+    rounds=st.integers(1, 3),
+    cluster=st.integers(1, 9),
+    masked=st.booleans(),
+    seed=st.integers(0, 9),
+)
 @few
 def test_orders_in_c_bring_the_same_tokens_together(causal, length, keys, rounds, cluster, masked, seed):
     torch.manual_seed(seed)

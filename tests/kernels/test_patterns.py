@@ -77,9 +77,13 @@ def test_bigbird_draws_as_many_blocks_as_asked_for_and_other_ones_with_another_s
 
 @pytest.mark.parametrize(
     ("name", "length", "causal", "words"),
-    [("spiral", 4, False, "unknown"), ("ltr", 0, False, "at least 1"), ("rtl", 4, True, "causal form"),
-     ("sinks", 4, False, "bidirectional form")],
-)  # fmt: skip
+    [
+        ("spiral", 4, False, "unknown"),
+        ("ltr", 0, False, "at least 1"),
+        ("rtl", 4, True, "causal form"),
+        ("sinks", 4, False, "bidirectional form"),
+    ],
+)
 def test_what_is_no_pattern_is_refused(name, length, causal, words):
     with pytest.raises(ValueError, match=words):
         pattern_mask(name, length, causal, {**FULL_INFORMATION, "sinks": 1, "window": 1})

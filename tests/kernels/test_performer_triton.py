@@ -301,19 +301,24 @@ def test_a_prompt_leaves_the_state_that_tokens_follow(kernel, length, keys):
 
 
 REFUSED = {
-    "a state": (lambda q, how: performer_decode(q, q, q, None, {}, **how), "expected the dictionary that the last call returned"),
+    "a state": (
+        lambda q, how: performer_decode(q, q, q, None, {}, **how),
+        "expected the dictionary that the last call returned",
+    ),
     "queries alone": (lambda q, how: performer_decode(q, q[:, :, :2], q[:, :, :2], **how), "5 queries and 2 keys"),
     "gradients": (lambda q, how: performer_decode(q.requires_grad_(), q, q, **how), "no_grad"),
     "dropout": (lambda q, how: performer_attention(q, q, q, **how, causal=True, dropout=0.1), "drop no keys"),
     "a learned projection": (
-        lambda q, how: performer_attention(q, q, q, **(how | {"projection": how["projection"].requires_grad_()}), causal=True),
+        lambda q, how: performer_attention(
+            q, q, q, **(how | {"projection": how["projection"].requires_grad_()}), causal=True
+        ),
         "no gradient of the projection",
     ),
     "a head size": (
         lambda q, how: performer_attention(*(q[..., :12],) * 3, **(how | {"projection": projection(12)}), causal=True),
         "head size is 12; allowed",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", REFUSED)

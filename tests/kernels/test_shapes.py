@@ -30,13 +30,17 @@ def test_what_fits_passes():
         ("q", torch.zeros(2, 3, 0, 8), r"q has shape \[2, 3, 0, 8\]; .* each at least 1"),
         ("k", torch.zeros(2, 3, 0, 8), r"k has shape \[2, 3, 0, 8\]; expected \[2, heads, keys, 8\]"),
         ("v", torch.zeros(2, 3, 7, 0), r"v has shape \[2, 3, 7, 0\]; expected \[2, 3, 7, value size\]"),
-        ("v", torch.zeros(2, 3, 7, 4).half(), r"torch.float32, torch.float32, torch.float16; expected one of 16, 32 or 64 bits"),
+        (
+            "v",
+            torch.zeros(2, 3, 7, 4).half(),
+            r"torch.float32, torch.float32, torch.float16; expected one of 16, 32 or 64 bits",
+        ),
         ("k", torch.zeros(2, 3, 7, 8, device="meta"), "k is on meta, q on cpu; expected one device"),
         ("key_mask", torch.ones(2, 7), "key_mask is torch.float32; expected torch.bool"),
         ("key_mask", torch.ones(2, 6, dtype=torch.bool), r"key_mask has shape \[2, 6\]; expected \[2, 7\]"),
         ("key_mask", torch.ones(2, 7, dtype=torch.bool, device="meta"), "key_mask is on meta, q on cpu"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_is_refused(name, tensor, told):
     with pytest.raises(ValueError, match=told):
         check_shapes(**given(**{name: tensor}))

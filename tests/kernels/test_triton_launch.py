@@ -108,9 +108,13 @@ class Kernel:
 def test_a_grid_and_constants_follow_the_tile_and_win_over_it():
     kernel, x = Kernel(), torch.ones(100, 8, dtype=torch.float16)
     launch(
-        kernel, lambda tiles: (-(-100 // tiles["BM"]), 2), (WIDE, NARROW), x, E=8,
+        kernel,
+        lambda tiles: (-(-100 // tiles["BM"]), 2),
+        (WIDE, NARROW),
+        x,
+        E=8,
         tiled=lambda tiles: {"rows": 2 * tiles["BM"], "BM": 32},
-    )  # fmt: skip
+    )
     assert kernel.launched == [((1, 2), {"E": 8, "BM": 32, "num_warps": 8, "num_stages": 3, "rows": 256})]
 
 

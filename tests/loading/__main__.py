@@ -44,9 +44,16 @@ def matrix(family: str, folder: Path) -> Results:
     server = serve(hub)
     try:
         child = run(
-            "-P", HERE / "without_approx.py", folder, HF_ENDPOINT=hub.endpoint, HF_HUB_OFFLINE="0", HF_HUB_DISABLE_XET="1",
-            HF_HOME=folder / "home", HF_MODULES_CACHE=folder / "modules", HF_HUB_DISABLE_TELEMETRY="1",
-        )  # fmt: skip
+            "-P",
+            HERE / "without_approx.py",
+            folder,
+            HF_ENDPOINT=hub.endpoint,
+            HF_HUB_OFFLINE="0",
+            HF_HUB_DISABLE_XET="1",
+            HF_HOME=folder / "home",
+            HF_MODULES_CACHE=folder / "modules",
+            HF_HUB_DISABLE_TELEMETRY="1",
+        )
     finally:
         server.shutdown()
         server.server_close()

@@ -116,9 +116,14 @@ def trainer(head: Head) -> None:
     inputs = head.labelled()
     rows = [{key: value[row] for key, value in inputs.items()} for row in range(len(head.expected))]
     arguments = transformers.TrainingArguments(
-        str(head.scratch / "trained"), max_steps=2, save_steps=1, learning_rate=1e-2, use_cpu=True, report_to=[],
+        str(head.scratch / "trained"),
+        max_steps=2,
+        save_steps=1,
+        learning_rate=1e-2,
+        use_cpu=True,
+        report_to=[],
         disable_tqdm=True,
-    )  # fmt: skip
+    )
     model = head.load(head.place)
     transformers.Trainer(model, arguments, train_dataset=rows).train()  # type: ignore[arg-type]  # any sequence of rows will do
     trained = head.out(model.eval())

@@ -13,7 +13,9 @@ from approx.patterns.reach import reached
 few = st.integers(1, 9)
 SETTINGS = {
     "local": st.fixed_dictionaries({"left": st.integers(0, 9), "right": st.integers(0, 9)}),
-    "block": st.fixed_dictionaries({"size": st.integers(3, 9), "neighbours": st.integers(0, 2), "shift": st.integers(0, 2)}),
+    "block": st.fixed_dictionaries(
+        {"size": st.integers(3, 9), "neighbours": st.integers(0, 2), "shift": st.integers(0, 2)}
+    ),
     "strided": st.fixed_dictionaries({"stride": few}),
     "fixed": st.fixed_dictionaries({"stride": st.integers(3, 9), "summary": st.integers(1, 3)}),
     "ltr": st.fixed_dictionaries({"stride": st.none() | st.integers(3, 9)}),
@@ -21,7 +23,7 @@ SETTINGS = {
     "longformer": st.fixed_dictionaries({"window": few, "global_tokens": st.just("first") | st.just([1, 7])}),
     "bigbird": st.fixed_dictionaries({"block": few, "random": st.integers(0, 3), "seed": st.integers(0, 5)}),
     "sinks": st.fixed_dictionaries({"sinks": st.integers(0, 4), "window": few}),
-}  # fmt: skip
+}
 
 
 @st.composite
@@ -30,7 +32,7 @@ def patterns(draw):
     forms = [
         form for form in (False, True) if getattr(MECHANISMS[name], f"supports_{'causal' if form else 'bidirectional'}")
     ]
-    return find_pattern(name, draw(st.integers(1, 40)), draw(st.sampled_from(forms)), draw(SETTINGS[name]))  # fmt: skip
+    return find_pattern(name, draw(st.integers(1, 40)), draw(st.sampled_from(forms)), draw(SETTINGS[name]))
 
 
 def test_every_mechanism_that_chooses_keys_by_position_is_a_pattern():
@@ -104,8 +106,13 @@ def test_left_to_right_has_its_known_figures():
 
 @pytest.mark.parametrize(
     ("name", "causal", "step", "touched", "rewritten"),
-    [("strided", True, 1, 0.51, 1 / 64), ("fixed", True, 1, 0.51, 2 / 64), ("ltr", False, 1, 1.0, 2 / 64), ("rtl", False, 1, 1.0, 2 / 64)],
-)  # fmt: skip
+    [
+        ("strided", True, 1, 0.51, 1 / 64),
+        ("fixed", True, 1, 0.51, 2 / 64),
+        ("ltr", False, 1, 1.0, 2 / 64),
+        ("rtl", False, 1, 1.0, 2 / 64),
+    ],
+)
 @pytest.mark.sample(1)
 def test_element_sparsity_is_not_block_sparsity_until_it_is_rewritten(name, causal, step, touched, rewritten):
     summary = {} if name == "strided" else {"summary": 1}

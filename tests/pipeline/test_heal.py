@@ -35,11 +35,14 @@ def study(tmp_path_factory) -> Path:
 
 def written(study: Path, file: Path, heal: str, **more: str) -> Path:
     lines = {
-        "title": "A tiny study", "checkpoint": str(study / "base"),
+        "title": "A tiny study",
+        "checkpoint": str(study / "base"),
         "variants": "{linear: {mechanism: linear, settings: {feature_map: hedgehog}}, local: {mechanism: local}}",
-        "heal": heal.replace("DATA", str(study / "SST-2")), "evaluate": f"{{task: glue/sst2, data: {study / 'SST-2'}}}",
-        "device": "cpu", **more,
-    }  # fmt: skip
+        "heal": heal.replace("DATA", str(study / "SST-2")),
+        "evaluate": f"{{task: glue/sst2, data: {study / 'SST-2'}}}",
+        "device": "cpu",
+        **more,
+    }
     file.write_text("".join(f"{key}: {value}\n" for key, value in lines.items()), encoding="utf-8")
     return file
 
@@ -47,11 +50,12 @@ def written(study: Path, file: Path, heal: str, **more: str) -> Path:
 @pytest.mark.slow
 def test_variants_are_measured_before_and_after_beside_a_base_with_the_same_training(study, tmp_path):
     file = written(
-        study, tmp_path / "r.yaml",
+        study,
+        tmp_path / "r.yaml",
         "[{recover: transfer, task: glue/sst2, data: DATA, steps: 2, batch_size: 4, variants: [linear]}, "
         f"{HEAL}, exact: true}}]",
         bench="{lengths: 8, rounds: 3, seconds: 0}",
-    )  # fmt: skip
+    )
     out = tmp_path / "run"
     made = run(recipe.read(file), out)
     names = [variant.name for variant in made.variants]

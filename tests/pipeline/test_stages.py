@@ -51,9 +51,13 @@ def test_a_recipes_seed_is_that_of_the_bootstrap(study, tmp_path):
     first, second = (interval(study, tmp_path / f"run{seed}", seed) for seed in (0, 1))
     assert first != second
     again = api.evaluate(
-        str(tmp_path / "run1" / "converted" / "local"), "glue/cola", against=str(study / "base"), data=str(study / "CoLA"),
-        seed=1, device="cpu",
-    )  # fmt: skip
+        str(tmp_path / "run1" / "converted" / "local"),
+        "glue/cola",
+        against=str(study / "base"),
+        data=str(study / "CoLA"),
+        seed=1,
+        device="cpu",
+    )
     assert again.quality[0].variants[0].interval == second
 
 

@@ -128,12 +128,29 @@ def test_a_family_without_a_table_has_no_limit_whatever_else_its_config_says(fam
 
 
 @pytest.mark.parametrize(
-    "family", ["bert", "camembert", "data2vec-text", "electra", "ernie", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl"]
-)  # fmt: skip
+    "family",
+    [
+        "bert",
+        "camembert",
+        "data2vec-text",
+        "electra",
+        "ernie",
+        "roberta",
+        "roberta-prelayernorm",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+    ],
+)
 def test_the_longest_input_fits_the_position_table(family):
     rows = transformers.AutoConfig.for_model(
-        family, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32, vocab_size=50, max_position_embeddings=24,
-    )  # fmt: skip
+        family,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=32,
+        vocab_size=50,
+        max_position_embeddings=24,
+    )
     model = backbone_of(type(rows))(rows).eval()
     longest = positions.limit(rows)
     assert longest is not None

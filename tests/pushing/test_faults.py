@@ -76,8 +76,11 @@ def test_a_fault_is_told_in_one_line_and_the_same_command_completes_the_push(con
 
 def test_a_slow_hub_that_fails_now_and_then_is_waited_for(converted, hub):
     hub.faults = [
-        Fault("preupload", 503, times=2), Fault("PUT /lfs", times=1), Fault("/tree/", 502, times=1), Fault("whoami", seconds=0.3),
-    ]  # fmt: skip
+        Fault("preupload", 503, times=2),
+        Fault("PUT /lfs", times=1),
+        Fault("/tree/", 502, times=1),
+        Fault("whoami", seconds=0.3),
+    ]
     assert api.push(converted, "ada/m")["uploaded"]
 
 
@@ -131,8 +134,12 @@ def test_a_push_that_is_killed_is_completed_by_the_next_and_shows_no_token(conve
     """Killed when the files are uploaded but not committed; then once more between the two commits."""
     token = os.environ["HF_TOKEN"]
     environment = {
-        **os.environ, "HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(tmp_path / "hf"),
-    }  # fmt: skip
+        **os.environ,
+        "HF_ENDPOINT": hub.endpoint,
+        "HF_HUB_OFFLINE": "0",
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HOME": str(tmp_path / "hf"),
+    }
     command = [sys.executable, str(ROOT / "cli.py"), "push", str(converted), "ada/m", "--yes"]
     said = tmp_path / "said"
     for commits in (1, 2):

@@ -26,16 +26,33 @@ SECRET = "hf_" + "s" * 34
 
 LETTERS = "aB3dE5gH7jK9mN1pQ2sT4vW6xY8zA0cD2fG4hJ6k"
 KEYS = [
-    "AKIA" + "IOSFODNN7EXAMPLE", f"aws_secret_access_key = {LETTERS}", LETTERS, "AIza" + LETTERS[:35], "npm_" + LETTERS[:36],
-    "pypi-" + "AgEIcHlwaS5vcmc" + LETTERS, f"eyJhbGciOiJIUzI1NiJ9.{'eyJzdWIiOiIxMjM0NTY3ODkwIn0'}.{LETTERS}",
-    "-----BEGIN PGP " + "PRIVATE KEY BLOCK-----", "-----BEGIN OPENSSH " + "PRIVATE KEY-----",
-    "https://hooks.slack.com/" + f"services/T0123ABCD/B0123ABCD/{LETTERS[:24]}", "xoxb-" + "1234567890-abcdefghij",
-    "DefaultEndpointsProtocol=https;AccountName=x;AccountKey=" + LETTERS * 2 + "abcdef==", LETTERS * 2 + "abcdef==",
-    "rk_live_" + LETTERS[:24], "sk_live_" + LETTERS[:24], "ghp_" + LETTERS[:36], "glpat-" + LETTERS[:20],
-    "sk-ant-api03-" + LETTERS, "sk-" + LETTERS, "hf_" + LETTERS[:34], "\\u0068f_" + LETTERS[:34], "h\\x66_" + LETTERS[:34],
-    "%68f_" + LETTERS[:34], "postgres://ada:hunter2@db.example.org/x", "SG." + LETTERS[:22] + "." + LETTERS,
+    "AKIA" + "IOSFODNN7EXAMPLE",
+    f"aws_secret_access_key = {LETTERS}",
+    LETTERS,
+    "AIza" + LETTERS[:35],
+    "npm_" + LETTERS[:36],
+    "pypi-" + "AgEIcHlwaS5vcmc" + LETTERS,
+    f"eyJhbGciOiJIUzI1NiJ9.{'eyJzdWIiOiIxMjM0NTY3ODkwIn0'}.{LETTERS}",
+    "-----BEGIN PGP " + "PRIVATE KEY BLOCK-----",
+    "-----BEGIN OPENSSH " + "PRIVATE KEY-----",
+    "https://hooks.slack.com/" + f"services/T0123ABCD/B0123ABCD/{LETTERS[:24]}",
+    "xoxb-" + "1234567890-abcdefghij",
+    "DefaultEndpointsProtocol=https;AccountName=x;AccountKey=" + LETTERS * 2 + "abcdef==",
+    LETTERS * 2 + "abcdef==",
+    "rk_live_" + LETTERS[:24],
+    "sk_live_" + LETTERS[:24],
+    "ghp_" + LETTERS[:36],
+    "glpat-" + LETTERS[:20],
+    "sk-ant-api03-" + LETTERS,
+    "sk-" + LETTERS,
+    "hf_" + LETTERS[:34],
+    "\\u0068f_" + LETTERS[:34],
+    "h\\x66_" + LETTERS[:34],
+    "%68f_" + LETTERS[:34],
+    "postgres://ada:hunter2@db.example.org/x",
+    "SG." + LETTERS[:22] + "." + LETTERS,
     base64.b64encode(f"token hf_{LETTERS[:34]}".encode()).decode(),
-]  # fmt: skip
+]
 
 
 @pytest.fixture

@@ -81,9 +81,18 @@ def test_it_says_what_it_would_do_before_it_does_it(converted, other, hub):
 
     calls = 0
     api.push(converted, "ada/m", agree=agree, progress=lambda *step: said.append(step))
-    assert said == [(f"push: {what}", number, 6) for number, what in enumerate(
-        ["checking the folder", "signing in", "comparing with the repository", "uploading", "downloading and comparing"]
-    )]  # fmt: skip
+    assert said == [
+        (f"push: {what}", number, 6)
+        for number, what in enumerate(
+            [
+                "checking the folder",
+                "signing in",
+                "comparing with the repository",
+                "uploading",
+                "downloading and comparing",
+            ]
+        )
+    ]
     calls = len(hub.uploads())
     done = api.push(other, "ada/m", agree=agree, revision="two", public=False)
     first, second = shown

@@ -17,10 +17,14 @@ PLANS = {
     "never": Plan.of("exact"),
     "always but for one token": Plan.of("linear"),
     "one layer": Plan.of("local", "2", left=2, right=2),
-    "the earliest layer counts": Plan((Rule("local", "0", {"left": 20, "right": 20}), Rule("local", "1", {"left": 4, "right": 4}))),
-    "the earliest head counts": Plan((Rule("local", "all", {"left": 4, "right": 4}, heads="1"), Rule("exact", "all", heads="0,2,3"))),
+    "the earliest layer counts": Plan(
+        (Rule("local", "0", {"left": 20, "right": 20}), Rule("local", "1", {"left": 4, "right": 4}))
+    ),
+    "the earliest head counts": Plan(
+        (Rule("local", "all", {"left": 4, "right": 4}, heads="1"), Rule("exact", "all", heads="0,2,3"))
+    ),
     "steps by heads": Plan.of("strided", stride=6, mode="heads"),
-}  # fmt: skip
+}
 
 
 def padded(lengths):

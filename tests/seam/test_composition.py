@@ -17,7 +17,9 @@ from forms import KINDS, SMALL
 from zoo import difference, outputs, tiny
 
 # Of the four heads of the tiny models 0 and 2 are local, 1 stays exact and 3 is linear.
-MIXED = Plan((Rule("local", heads="0-2", settings={"left": 2, "right": 1}), Rule("sdpa", heads="1"), Rule("linear", heads="-1")))  # fmt: skip
+MIXED = Plan(
+    (Rule("local", heads="0-2", settings={"left": 2, "right": 1}), Rule("sdpa", heads="1"), Rule("linear", heads="-1"))
+)
 
 
 def mechanisms(model):
@@ -44,7 +46,9 @@ def test_each_group_of_heads_attends_by_itself(causal):
         torch.testing.assert_close(weights[:, heads], alone.weights(q[:, heads], k[:, heads], mask))
 
 
-@pytest.mark.parametrize("order", [[[0, 1], [2, 3]], [[2, 3], [0, 1]], [[0, 3], [1, 2]], [[1, 3], [0, 2]], [[0, 1, 3], [2]]])  # fmt: skip
+@pytest.mark.parametrize(
+    "order", [[[0, 1], [2, 3]], [[2, 3], [0, 1]], [[0, 3], [1, 2]], [[1, 3], [0, 2]], [[0, 1, 3], [2]]]
+)
 def test_heads_come_out_where_they_went_in(order):
     q, k, v = draw()
     exact = MECHANISMS["sdpa"](4, 8, causal=False, scale=0.3)
@@ -53,7 +57,9 @@ def test_heads_come_out_where_they_went_in(order):
     assert groups.flops(100) == exact.flops(100)
 
 
-@pytest.mark.parametrize("heads", [[[0, 1], [1, 2, 3]], [[0, 1], [3]], [[0, 1], [2, 3, 4]]], ids=["twice", "missing", "too many"])  # fmt: skip
+@pytest.mark.parametrize(
+    "heads", [[[0, 1], [1, 2, 3]], [[0, 1], [3]], [[0, 1], [2, 3, 4]]], ids=["twice", "missing", "too many"]
+)
 def test_groups_that_are_not_all_heads_once_each_are_refused(heads):
     site = {"heads": 4, "head_dim": 8, "causal": False, "scale": 0.3}
     site["groups"] = [{"heads": some, "mechanism": "sdpa", "settings": {}} for some in heads]
@@ -190,7 +196,13 @@ def test_a_plan_has_layers_and_groups_recomputed(tmp_path):
 
 def test_settings_that_steps_share_over_layers_are_written_out():
     model = tiny("BertModel", num_hidden_layers=5)
-    plan = Plan((Rule("strided", settings={"mode": "interleave", "stride": 3}), Rule("local", "1"), Rule("sdpa", "3", heads="0")))  # fmt: skip
+    plan = Plan(
+        (
+            Rule("strided", settings={"mode": "interleave", "stride": 3}),
+            Rule("local", "1"),
+            Rule("sdpa", "3", heads="0"),
+        )
+    )
     receipt = surgery.convert(model, plan)
     steps = {part.layer: part.settings["step"] for part in receipt.swapped if part.mechanism == "strided"}
     # The rank counts only layers with the mechanism.

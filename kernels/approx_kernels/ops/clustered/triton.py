@@ -97,9 +97,16 @@ def _parts(programs: int, keys: int) -> int:
 
 
 def _groups(
-    q: Tensor, tokens: Tensor | None, queries: Tensor, own: Tensor, planes: Tensor | None, draws: Tensor | None,
-    selectors: Tensor | None, most: int, iterations: int,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    tokens: Tensor | None,
+    queries: Tensor,
+    own: Tensor,
+    planes: Tensor | None,
+    draws: Tensor | None,
+    selectors: Tensor | None,
+    most: int,
+    iterations: int,
+) -> Tensor:
     """Cluster of each real query, in their order, [B, H, L] int32; without meaning where there is one for each."""
     if most == q.shape[2]:
         return q.new_zeros(q.shape[:3], dtype=torch.int32)

@@ -13,9 +13,19 @@ from approx_kernels.runtime.custom_op import custom_op
 
 
 def _empty(
-    q: Tensor, k: Tensor, v: Tensor, near: Tensor, near_lse: Tensor, rows: Tensor, order: Tensor, begins: Tensor,
-    chunk: int, kept: int, scale: float, padded: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    near: Tensor,
+    near_lse: Tensor,
+    rows: Tensor,
+    order: Tensor,
+    begins: Tensor,
+    chunk: int,
+    kept: int,
+    scale: float,
+    padded: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     count = rows.shape[2]
     boundaries = boundaries_of(rows.shape, begins.shape)
     mass = near_lse.new_empty(*q.shape[:2], boundaries, count)
@@ -26,17 +36,45 @@ def _empty(
 
 
 def _flops(
-    q: Any, k: Any, v: Any, near: Any, near_lse: Any, rows: Any, order: Any, begins: Any, chunk: int, kept: int, *_: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    near: Any,
+    near_lse: Any,
+    rows: Any,
+    order: Any,
+    begins: Any,
+    chunk: int,
+    kept: int,
+    *_: Any,
     out_shape: Any = None,
-) -> int:  # fmt: skip
+) -> int:
     past = rows[2] * boundaries_of(rows, begins) * chunk * (q[3] * (3 if kept else 2) + v[3])
     return 2 * q[0] * q[1] * (past + q[2] * kept * (q[3] + v[3]))
 
 
 def _flops_backward(
-    grad: Any, out: Any, lse: Any, top: Any, until: Any, mass: Any, mean_k: Any, mean_v: Any, q: Any, k: Any, v: Any, near: Any,
-    near_lse: Any, rows: Any, order: Any, begins: Any, chunk: int, kept: int, *_: Any, out_shape: Any = None,
-) -> int:  # fmt: skip
+    grad: Any,
+    out: Any,
+    lse: Any,
+    top: Any,
+    until: Any,
+    mass: Any,
+    mean_k: Any,
+    mean_v: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    near: Any,
+    near_lse: Any,
+    rows: Any,
+    order: Any,
+    begins: Any,
+    chunk: int,
+    kept: int,
+    *_: Any,
+    out_shape: Any = None,
+) -> int:
     past = rows[2] * boundaries_of(rows, begins) * chunk * (4 * q[3] + 2 * v[3])
     # Own scores and what they do to the outputs twice, and one product for each of dq, dk and dv.
     return 2 * q[0] * q[1] * (past + q[2] * kept * (4 * q[3] + 3 * v[3]))
@@ -54,9 +92,19 @@ def _gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
 
 @custom_op(_empty, flops=_flops, backward=_gradients, save=_save)
 def far_forward(
-    q: Tensor, k: Tensor, v: Tensor, near: Tensor, near_lse: Tensor, rows: Tensor, order: Tensor, begins: Tensor,
-    chunk: int, kept: int, scale: float, padded: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    near: Tensor,
+    near_lse: Tensor,
+    rows: Tensor,
+    order: Tensor,
+    begins: Tensor,
+    chunk: int,
+    kept: int,
+    scale: float,
+    padded: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Join what queries attend to in their own chunk with the keys before it, of which rows weigh most for them.
 
     Args:
@@ -90,9 +138,21 @@ def far_forward(
 
 
 def _empty_gradients(
-    grad: Tensor, out: Tensor, lse: Tensor, top: Tensor, until: Tensor, mass: Tensor, mean_k: Tensor, mean_v: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, near: Tensor, near_lse: Tensor, *others: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    top: Tensor,
+    until: Tensor,
+    mass: Tensor,
+    mean_k: Tensor,
+    mean_v: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    near: Tensor,
+    near_lse: Tensor,
+    *others: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     padded: bool = others[-1]
     of_near = beside(q, near.shape[3], padded), torch.zeros_like(near_lse)
     return beside(q, q.shape[3], padded), beside(k, k.shape[3], False), beside(v, v.shape[3], False), *of_near
@@ -100,10 +160,27 @@ def _empty_gradients(
 
 @custom_op(_empty_gradients, flops=_flops_backward)
 def far_backward(
-    grad: Tensor, out: Tensor, lse: Tensor, top: Tensor, until: Tensor, mass: Tensor, mean_k: Tensor, mean_v: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, near: Tensor, near_lse: Tensor, rows: Tensor, order: Tensor, begins: Tensor,
-    chunk: int, kept: int, scale: float, padded: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    top: Tensor,
+    until: Tensor,
+    mass: Tensor,
+    mean_k: Tensor,
+    mean_v: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    near: Tensor,
+    near_lse: Tensor,
+    rows: Tensor,
+    order: Tensor,
+    begins: Tensor,
+    chunk: int,
+    kept: int,
+    scale: float,
+    padded: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, near and near_lse.
 
     Args:

@@ -78,52 +78,127 @@ class Launches:
         wide: dict[str, Any] = {"WIDE_K": power(self.kept, 16), "WIDE": power(chunk, 16)}
 
         launch(
-            select_kernel, (self.heads * self.rows.shape[2],), next(cuts for most, cuts in SELECT.items() if chunk <= most),
-            scores, top, best, until, **self._lengths, kept=self.kept, chunk=chunk, **wide,
-        )  # fmt: skip
+            select_kernel,
+            (self.heads * self.rows.shape[2],),
+            next(cuts for most, cuts in SELECT.items() if chunk <= most),
+            scores,
+            top,
+            best,
+            until,
+            **self._lengths,
+            kept=self.kept,
+            chunk=chunk,
+            **wide,
+        )
         return best
 
     def sums(self, until: Tensor | None, past: Sequence[Tensor]) -> None:
         """The mass, mean key and mean value that rows have in each chunk."""
         launch(
-            chunk_sums_kernel, lambda tiles: (self._tiles(self.rows.shape[2], tiles["BM"]),), SUMS[self._where],
-            self.rows, self.k, self.v, until, *past, *strides(self.k, self.v), **self._past, scale=self.scale,
+            chunk_sums_kernel,
+            lambda tiles: (self._tiles(self.rows.shape[2], tiles["BM"]),),
+            SUMS[self._where],
+            self.rows,
+            self.k,
+            self.v,
+            until,
+            *past,
+            *strides(self.k, self.v),
+            **self._past,
+            scale=self.scale,
             **self._products,
-        )  # fmt: skip
+        )
 
     def carry(self, top: Tensor, best: Tensor | None, until: Tensor | None, past: Sequence[Tensor]) -> None:
         """The same before each boundary."""
         launch(
-            carry_kernel, (self.heads * self.rows.shape[2],), CARRY,
-            self.k, self.v, top, best, until, *past, *strides(self.k, self.v), **self._past, kept=self.kept, **self._sizes,
-        )  # fmt: skip
+            carry_kernel,
+            (self.heads * self.rows.shape[2],),
+            CARRY,
+            self.k,
+            self.v,
+            top,
+            best,
+            until,
+            *past,
+            *strides(self.k, self.v),
+            **self._past,
+            kept=self.kept,
+            **self._sizes,
+        )
 
     def outputs(self, near: Sequence[Tensor], top: Tensor, past: Sequence[Tensor], out: Tensor, lse: Tensor) -> None:
         """What queries attend to in all."""
         launch(
-            far_kernel, (self.heads * (self.lists[1].shape[2] - 1),), FAR[self._where],
-            self.q, self.k, self.v, *near, self.rows, top, *past, *self.lists, out, lse,
-            *strides(self.q, self.k, self.v, near[0], out), **self._queries, kept=self.kept, **self._products,
-        )  # fmt: skip
+            far_kernel,
+            (self.heads * (self.lists[1].shape[2] - 1),),
+            FAR[self._where],
+            self.q,
+            self.k,
+            self.v,
+            *near,
+            self.rows,
+            top,
+            *past,
+            *self.lists,
+            out,
+            lse,
+            *strides(self.q, self.k, self.v, near[0], out),
+            **self._queries,
+            kept=self.kept,
+            **self._products,
+        )
 
     def query_gradients(
-        self, near: Sequence[Tensor], top: Tensor, past: Sequence[Tensor], out: Tensor, lse: Tensor, grad: Tensor, dq: Tensor,
-        dnear: Sequence[Tensor], dpast: Sequence[Tensor], delta: Tensor,
-    ) -> None:  # fmt: skip
+        self,
+        near: Sequence[Tensor],
+        top: Tensor,
+        past: Sequence[Tensor],
+        out: Tensor,
+        lse: Tensor,
+        grad: Tensor,
+        dq: Tensor,
+        dnear: Sequence[Tensor],
+        dpast: Sequence[Tensor],
+        delta: Tensor,
+    ) -> None:
         """Gradients of queries, of what they attend to in their chunk, and of what rows have at each boundary."""
         launch(
-            far_queries_kernel, (self.heads * (self.lists[1].shape[2] - 1),), FAR[self._where],
-            self.q, self.k, self.v, *near, self.rows, top, *past, *self.lists, out, lse, grad, dq, *dnear, *dpast, delta,
-            *strides(self.q, self.k, self.v, near[0], out, grad, dq, dnear[0]), **self._queries, kept=self.kept,
+            far_queries_kernel,
+            (self.heads * (self.lists[1].shape[2] - 1),),
+            FAR[self._where],
+            self.q,
+            self.k,
+            self.v,
+            *near,
+            self.rows,
+            top,
+            *past,
+            *self.lists,
+            out,
+            lse,
+            grad,
+            dq,
+            *dnear,
+            *dpast,
+            delta,
+            *strides(self.q, self.k, self.v, near[0], out, grad, dq, dnear[0]),
+            **self._queries,
+            kept=self.kept,
             **self._products,
-        )  # fmt: skip
+        )
 
     def carry_back(self, past: Sequence[Tensor], dpast: Sequence[Tensor]) -> None:
         """Let gradients at a boundary be those of all from there on."""
         launch(
-            carry_back_kernel, (self.heads * self.rows.shape[2],), CARRY_BACK,
-            *past, *dpast, **self._lengths, **self._sizes,
-        )  # fmt: skip
+            carry_back_kernel,
+            (self.heads * self.rows.shape[2],),
+            CARRY_BACK,
+            *past,
+            *dpast,
+            **self._lengths,
+            **self._sizes,
+        )
 
     def own_key_gradients(
         self, until: Tensor, mass: Tensor, dpast: Sequence[Tensor], lse: Tensor, delta: Tensor, grad: Tensor
@@ -132,11 +207,27 @@ class Launches:
         added = mass.new_empty(*self.q.shape[:2], self.keys, self.q.shape[3] + self.values)
 
         launch(
-            far_keys_kernel, (self.heads * self.keys,), KEYS,
-            self.q, self.k, self.v, self.rows, until, mass, *dpast, *self.lists, lse, delta, grad, added,
-            *strides(self.q, self.k, self.v, grad), **self._queries, chunk=self._past["chunk"], **self._sizes,
+            far_keys_kernel,
+            (self.heads * self.keys,),
+            KEYS,
+            self.q,
+            self.k,
+            self.v,
+            self.rows,
+            until,
+            mass,
+            *dpast,
+            *self.lists,
+            lse,
+            delta,
+            grad,
+            added,
+            *strides(self.q, self.k, self.v, grad),
+            **self._queries,
+            chunk=self._past["chunk"],
+            **self._sizes,
             WIDE_R=min(128, power(self.rows.shape[2], 16)),
-        )  # fmt: skip
+        )
         return added
 
     def key_gradients(
@@ -144,10 +235,23 @@ class Launches:
     ) -> None:
         """Gradients of all keys and values before the last boundary."""
         launch(
-            past_keys_kernel, lambda tiles: (self._tiles(self._past["chunk"], tiles["BN"]),), PAST[self._where],
-            self.rows, self.k, self.v, until, mass, *dpast, added, dk, dv, *strides(self.k, self.v, dk, dv), **self._past,
-            scale=self.scale, **self._products,
-        )  # fmt: skip
+            past_keys_kernel,
+            lambda tiles: (self._tiles(self._past["chunk"], tiles["BN"]),),
+            PAST[self._where],
+            self.rows,
+            self.k,
+            self.v,
+            until,
+            mass,
+            *dpast,
+            added,
+            dk,
+            dv,
+            *strides(self.k, self.v, dk, dv),
+            **self._past,
+            scale=self.scale,
+            **self._products,
+        )
 
     def _tiles(self, length: int, tile: int) -> int:
         return self.heads * self.boundaries * -(-length // tile)

@@ -17,9 +17,21 @@ LENGTHS = ("H", "L", "most")
 
 @jit(do_not_specialize=LENGTHS)
 def sum_kernel(
-    X, Order, Begins, Out, x_b, x_h, x_n, H, L, most, D: tl.constexpr, WIDE_D: tl.constexpr, MEAN: tl.constexpr,
+    X,
+    Order,
+    Begins,
+    Out,
+    x_b,
+    x_h,
+    x_n,
+    H,
+    L,
+    most,
+    D: tl.constexpr,
+    WIDE_D: tl.constexpr,
+    MEAN: tl.constexpr,
     BM: tl.constexpr,
-):  # fmt: skip
+):
     """Sum, or mean, of the rows of one list; 0 where it is empty."""
     item = tl.cast(tl.program_id(0) // most, tl.int64)
     begin = Begins + item * (most + 1) + tl.program_id(0) % most
@@ -41,9 +53,25 @@ def sum_kernel(
 
 @jit(do_not_specialize=LENGTHS)
 def spread_kernel(
-    X, Order, Begins, Out, x_b, x_h, x_n, o_b, o_h, o_n, H, L, most,
-    D: tl.constexpr, WIDE_D: tl.constexpr, WIDE_C: tl.constexpr, MEAN: tl.constexpr, BM: tl.constexpr,
-):  # fmt: skip
+    X,
+    Order,
+    Begins,
+    Out,
+    x_b,
+    x_h,
+    x_n,
+    o_b,
+    o_h,
+    o_n,
+    H,
+    L,
+    most,
+    D: tl.constexpr,
+    WIDE_D: tl.constexpr,
+    WIDE_C: tl.constexpr,
+    MEAN: tl.constexpr,
+    BM: tl.constexpr,
+):
     """Hand BM queries, in the order of their clusters, the row of their own, divided by its members where these have a mean."""
     tiles = tl.cdiv(L, BM)
     item = tl.cast(tl.program_id(0) // tiles, tl.int64)
@@ -99,10 +127,21 @@ def sum_rows(x: Tensor, order: Tensor, begins: Tensor, mean: bool) -> Tensor:
     x = x if x.stride(3) == 1 else x.contiguous()
     out, size = _sums(x, order, begins, mean), x.shape[3]
     launch(
-        sum_kernel, (out.shape[0] * out.shape[1] * out.shape[2],), SUM,
-        x, order, begins, out, *strides(x), H=x.shape[1], L=order.shape[2], most=out.shape[2],
-        D=size, WIDE_D=power(size), MEAN=mean,
-    )  # fmt: skip
+        sum_kernel,
+        (out.shape[0] * out.shape[1] * out.shape[2],),
+        SUM,
+        x,
+        order,
+        begins,
+        out,
+        *strides(x),
+        H=x.shape[1],
+        L=order.shape[2],
+        most=out.shape[2],
+        D=size,
+        WIDE_D=power(size),
+        MEAN=mean,
+    )
     return out
 
 
@@ -139,8 +178,20 @@ def spread_rows(x: Tensor, order: Tensor, begins: Tensor, length: int, mean: boo
     x = x if x.stride(3) == 1 else x.contiguous()
     out, size, most = _spread(x, order, begins, length, mean), x.shape[3], x.shape[2]
     launch(
-        spread_kernel, lambda tiles: (-(-order.shape[2] // tiles["BM"]) * x.shape[0] * x.shape[1],), SPREAD,
-        x, order, begins, out, *strides(x, out), H=x.shape[1], L=order.shape[2], most=most,
-        D=size, WIDE_D=power(size), WIDE_C=min(128, power(most, 32)), MEAN=mean,
-    )  # fmt: skip
+        spread_kernel,
+        lambda tiles: (-(-order.shape[2] // tiles["BM"]) * x.shape[0] * x.shape[1],),
+        SPREAD,
+        x,
+        order,
+        begins,
+        out,
+        *strides(x, out),
+        H=x.shape[1],
+        L=order.shape[2],
+        most=most,
+        D=size,
+        WIDE_D=power(size),
+        WIDE_C=min(128, power(most, 32)),
+        MEAN=mean,
+    )
     return out

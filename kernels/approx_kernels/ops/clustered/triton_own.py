@@ -32,9 +32,18 @@ def beside(x: Tensor, size: int, padded: bool) -> Tensor:
 
 
 def _empty(
-    q: Tensor, k: Tensor, v: Tensor, means: Tensor, shared: Tensor, lse: Tensor, top: Tensor, order: Tensor,
-    begins: Tensor, scale: float, padded: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    means: Tensor,
+    shared: Tensor,
+    lse: Tensor,
+    top: Tensor,
+    order: Tensor,
+    begins: Tensor,
+    scale: float,
+    padded: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     return beside(q, v.shape[3], padded), lse.new_empty(q.shape[:3]), torch.empty_like(lse)
 
 
@@ -45,9 +54,19 @@ def _flops(
 
 
 def _flops_backward(
-    grad: Any, own_lse: Any, mass: Any, q: Any, k: Any, v: Any, means: Any, shared: Any, lse: Any, top: Any,
-    *others: Any, out_shape: Any = None,
-) -> int:  # fmt: skip
+    grad: Any,
+    own_lse: Any,
+    mass: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    means: Any,
+    shared: Any,
+    lse: Any,
+    top: Any,
+    *others: Any,
+    out_shape: Any = None,
+) -> int:
     # Own scores three times, what they do to the outputs three times, and one product for each of dq, dk and dv.
     return 2 * q[0] * q[1] * q[2] * top[3] * (5 * q[3] + 4 * v[3])
 
@@ -71,9 +90,18 @@ def _gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
 
 @custom_op(_empty, flops=_flops, backward=_gradients, save=_save)
 def improved_forward(
-    q: Tensor, k: Tensor, v: Tensor, means: Tensor, shared: Tensor, lse: Tensor, top: Tensor, order: Tensor,
-    begins: Tensor, scale: float, padded: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    means: Tensor,
+    shared: Tensor,
+    lse: Tensor,
+    top: Tensor,
+    order: Tensor,
+    begins: Tensor,
+    scale: float,
+    padded: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Weigh the keys of each cluster again for each of its queries, within the mass that the mean query gives them.
 
     Args:
@@ -95,10 +123,25 @@ def improved_forward(
     """
     out, own_lse, mass = _empty(q, k, v, means, shared, lse, top, order, begins, scale, padded)
     launch(
-        improved_kernel, lambda tiles: (mass.numel() * _parts(q, top, tiles),), IMPROVED[kind(q, v)],
-        q, k, v, means, shared, lse, top, order, begins, out, own_lse, mass, *strides(q, k, v, shared, out),
-        tiled=lambda tiles: {"parts": _parts(q, top, tiles)}, **_shared(q, v, top, scale),
-    )  # fmt: skip
+        improved_kernel,
+        lambda tiles: (mass.numel() * _parts(q, top, tiles),),
+        IMPROVED[kind(q, v)],
+        q,
+        k,
+        v,
+        means,
+        shared,
+        lse,
+        top,
+        order,
+        begins,
+        out,
+        own_lse,
+        mass,
+        *strides(q, k, v, shared, out),
+        tiled=lambda tiles: {"parts": _parts(q, top, tiles)},
+        **_shared(q, v, top, scale),
+    )
     return out, own_lse, mass
 
 
@@ -114,9 +157,21 @@ def _shared(q: Tensor, v: Tensor, top: Tensor, scale: float) -> dict[str, Any]:
 
 
 def _empty_gradients(
-    grad: Tensor, own_lse: Tensor, mass: Tensor, q: Tensor, k: Tensor, v: Tensor, means: Tensor, shared: Tensor,
-    lse: Tensor, top: Tensor, order: Tensor, begins: Tensor, scale: float, padded: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    own_lse: Tensor,
+    mass: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    means: Tensor,
+    shared: Tensor,
+    lse: Tensor,
+    top: Tensor,
+    order: Tensor,
+    begins: Tensor,
+    scale: float,
+    padded: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     batch, heads, most, kept = top.shape
     dk, dv = (lse.new_empty(batch, heads, most * kept, x.shape[3]) for x in (k, v))
     dshared = shared.new_empty(shared.shape)
@@ -125,9 +180,21 @@ def _empty_gradients(
 
 @custom_op(_empty_gradients, flops=_flops_backward)
 def improved_backward(
-    grad: Tensor, own_lse: Tensor, mass: Tensor, q: Tensor, k: Tensor, v: Tensor, means: Tensor, shared: Tensor,
-    lse: Tensor, top: Tensor, order: Tensor, begins: Tensor, scale: float, padded: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    own_lse: Tensor,
+    mass: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    means: Tensor,
+    shared: Tensor,
+    lse: Tensor,
+    top: Tensor,
+    order: Tensor,
+    begins: Tensor,
+    scale: float,
+    padded: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, means, shared and lse, and what clusters add to those of their keys and values, [B, H, C K, D or E].
 
     Args:
@@ -142,12 +209,42 @@ def improved_backward(
     where, delta, told = kind(q, v), torch.empty_like(own_lse), _shared(q, v, top, scale)
     # The first of them says what the second needs to know of each query.
     launch(
-        improved_queries_kernel, lambda tiles: (mass.numel() * _parts(q, top, tiles),), QUERIES[where],
-        q, k, v, grad, top, order, begins, own_lse, mass, made[0], delta, *strides(q, k, v, grad, made[0]),
-        tiled=lambda tiles: {"parts": _parts(q, top, tiles)}, **told,
-    )  # fmt: skip
+        improved_queries_kernel,
+        lambda tiles: (mass.numel() * _parts(q, top, tiles),),
+        QUERIES[where],
+        q,
+        k,
+        v,
+        grad,
+        top,
+        order,
+        begins,
+        own_lse,
+        mass,
+        made[0],
+        delta,
+        *strides(q, k, v, grad, made[0]),
+        tiled=lambda tiles: {"parts": _parts(q, top, tiles)},
+        **told,
+    )
     launch(
-        improved_keys_kernel, (mass.numel(),), IMPROVED[where],
-        q, k, v, means, lse, grad, top, order, begins, own_lse, mass, delta, *made[1:], *strides(q, k, v, grad), **told,
-    )  # fmt: skip
+        improved_keys_kernel,
+        (mass.numel(),),
+        IMPROVED[where],
+        q,
+        k,
+        v,
+        means,
+        lse,
+        grad,
+        top,
+        order,
+        begins,
+        own_lse,
+        mass,
+        delta,
+        *made[1:],
+        *strides(q, k, v, grad),
+        **told,
+    )
     return made

@@ -26,9 +26,7 @@ def _ordered(x):
 
 
 @jit(do_not_specialize=LENGTHS)
-def select_kernel(
-    Scores, Top, Best, Until, rows, kept, chunk, boundaries, WIDE_K: tl.constexpr, WIDE: tl.constexpr
-):  # fmt: skip
+def select_kernel(Scores, Top, Best, Until, rows, kept, chunk, boundaries, WIDE_K: tl.constexpr, WIDE: tl.constexpr):
     """The largest keys of one row at every boundary, and how long each key is among them."""
     item, row = tl.cast(tl.program_id(0) // rows, tl.int64), tl.program_id(0) % rows
     keys = tl.cast(boundaries, tl.int64) * chunk
@@ -82,10 +80,32 @@ def row_tile(Rows, c, rows, SIZE: tl.constexpr, WIDTH: tl.constexpr):
 
 @jit(do_not_specialize=LENGTHS)
 def chunk_sums_kernel(
-    Rows, K, V, Until, Mass, MeanK, MeanV, k_b, k_h, k_n, v_b, v_h, v_n, H, rows, chunk, boundaries, scale,
-    D: tl.constexpr, E: tl.constexpr, WIDE_D: tl.constexpr, WIDE_E: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
+    Rows,
+    K,
+    V,
+    Until,
+    Mass,
+    MeanK,
+    MeanV,
+    k_b,
+    k_h,
+    k_n,
+    v_b,
+    v_h,
+    v_n,
+    H,
+    rows,
+    chunk,
+    boundaries,
+    scale,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    WIDE_D: tl.constexpr,
+    WIDE_E: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
     """Mass, mean key and mean value of the keys of one chunk that are not among the largest, for BM rows."""
     blocks = tl.cdiv(rows, BM)
     item = tl.cast(tl.program_id(0) // blocks // boundaries, tl.int64)
@@ -123,9 +143,31 @@ def chunk_sums_kernel(
 
 @jit(do_not_specialize=LENGTHS)
 def carry_kernel(
-    K, V, Top, Best, Until, Mass, MeanK, MeanV, k_b, k_h, k_n, v_b, v_h, v_n, H, rows, kept, chunk, boundaries,
-    D: tl.constexpr, E: tl.constexpr, WIDE_D: tl.constexpr, WIDE_E: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
+    K,
+    V,
+    Top,
+    Best,
+    Until,
+    Mass,
+    MeanK,
+    MeanV,
+    k_b,
+    k_h,
+    k_n,
+    v_b,
+    v_h,
+    v_n,
+    H,
+    rows,
+    kept,
+    chunk,
+    boundaries,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    WIDE_D: tl.constexpr,
+    WIDE_E: tl.constexpr,
+    BK: tl.constexpr,
+):
     """Sums of chunks become sums of all before each boundary, for one row; in place."""
     item, row = tl.cast(tl.program_id(0) // rows, tl.int64), tl.program_id(0) % rows
     size, value = tl.arange(0, WIDE_D), tl.arange(0, WIDE_E)

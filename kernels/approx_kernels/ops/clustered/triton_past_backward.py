@@ -18,9 +18,19 @@ from approx_kernels.ops.clustered.triton_past import LENGTHS, row_tile
 
 @jit(do_not_specialize=LENGTHS)
 def carry_back_kernel(
-    Mass, MeanK, MeanV, A, F, G, rows, boundaries,
-    D: tl.constexpr, E: tl.constexpr, WIDE_D: tl.constexpr, WIDE_E: tl.constexpr,
-):  # fmt: skip
+    Mass,
+    MeanK,
+    MeanV,
+    A,
+    F,
+    G,
+    rows,
+    boundaries,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    WIDE_D: tl.constexpr,
+    WIDE_E: tl.constexpr,
+):
     """e, f and g of all boundaries become A, F and G, for one row; in place."""
     item, row = tl.cast(tl.program_id(0) // rows, tl.int64), tl.program_id(0) % rows
     size, value = tl.arange(0, WIDE_D), tl.arange(0, WIDE_E)
@@ -44,11 +54,42 @@ def carry_back_kernel(
 
 @jit(do_not_specialize=LENGTHS)
 def past_keys_kernel(
-    Rows, K, V, Until, Mass, A, F, G, Added, dK, dV,
-    k_b, k_h, k_n, v_b, v_h, v_n, dk_b, dk_h, dk_n, dv_b, dv_h, dv_n, H, rows, chunk, boundaries, scale,
-    D: tl.constexpr, E: tl.constexpr, WIDE_D: tl.constexpr, WIDE_E: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
+    Rows,
+    K,
+    V,
+    Until,
+    Mass,
+    A,
+    F,
+    G,
+    Added,
+    dK,
+    dV,
+    k_b,
+    k_h,
+    k_n,
+    v_b,
+    v_h,
+    v_n,
+    dk_b,
+    dk_h,
+    dk_n,
+    dv_b,
+    dv_h,
+    dv_n,
+    H,
+    rows,
+    chunk,
+    boundaries,
+    scale,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    WIDE_D: tl.constexpr,
+    WIDE_E: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
     """Gradients of BN keys and values of one chunk from the rows to which they never were among the largest, and Added."""
     blocks = tl.cdiv(chunk, BN)
     item = tl.cast(tl.program_id(0) // blocks // boundaries, tl.int64)

@@ -19,9 +19,23 @@ MIXED = (cut(4, 1, BM=16, BN=64),)
 
 @jit(do_not_specialize=("H", "S", "most"))
 def score_kernel(
-    Means, K, KeyMask, Scores, k_b, k_h, k_n, H, S, most, scale,
-    D: tl.constexpr, WIDE_D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
+    Means,
+    K,
+    KeyMask,
+    Scores,
+    k_b,
+    k_h,
+    k_n,
+    H,
+    S,
+    most,
+    scale,
+    D: tl.constexpr,
+    WIDE_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
     """Scores of BN keys at BM mean queries; -inf at keys that are not real."""
     columns, rows = tl.cdiv(S, BN), tl.cdiv(most, BM)
     item = tl.cast(tl.program_id(0) // columns // rows, tl.int64)
@@ -76,8 +90,20 @@ def scores_of(means: Tensor, k: Tensor, key_mask: Tensor | None, scale: float) -
         # Tensor cores in three parts err as float32 does; keys of 16 bits lose nothing in the first.
         precise, cuts = "tf32x3", MIXED
     launch(
-        score_kernel, lambda tiles: (-(-k.shape[2] // tiles["BN"]) * -(-most // tiles["BM"]) * batch * heads,), cuts,
-        means, k, key_mask, scores, *k.stride()[:3], H=heads, S=k.shape[2], most=most, scale=scale,
-        D=size, WIDE_D=power(size), PRECISION=precise,
-    )  # fmt: skip
+        score_kernel,
+        lambda tiles: (-(-k.shape[2] // tiles["BN"]) * -(-most // tiles["BM"]) * batch * heads,),
+        cuts,
+        means,
+        k,
+        key_mask,
+        scores,
+        *k.stride()[:3],
+        H=heads,
+        S=k.shape[2],
+        most=most,
+        scale=scale,
+        D=size,
+        WIDE_D=power(size),
+        PRECISION=precise,
+    )
     return scores

@@ -49,25 +49,45 @@ def obstacle(q: Tensor, clusters: int, bits: int) -> str | None:
 
 
 def _empty(
-    q: Tensor, tokens: Tensor | None, counts: Tensor, clusters: Tensor, planes: Tensor, draws: Tensor, most: int,
+    q: Tensor,
+    tokens: Tensor | None,
+    counts: Tensor,
+    clusters: Tensor,
+    planes: Tensor,
+    draws: Tensor,
+    most: int,
     iterations: int,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     return q.new_empty(q.shape[:3], dtype=torch.int32)
 
 
 def _flops(
-    q: Any, tokens: Any, counts: Any, clusters: Any, planes: Any, draws: Any, most: int, iterations: int,
-    *, out_shape: Any = None,
-) -> int:  # fmt: skip
+    q: Any,
+    tokens: Any,
+    counts: Any,
+    clusters: Any,
+    planes: Any,
+    draws: Any,
+    most: int,
+    iterations: int,
+    *,
+    out_shape: Any = None,
+) -> int:
     # A sweep compares all queries with all centroids, and adds each to the sums as one product more.
     return 2 * q[0] * q[1] * q[2] * planes[0] * (q[3] + 2 * iterations * most)
 
 
 @custom_op(_empty, flops=_flops)
 def cluster_samples(
-    q: Tensor, tokens: Tensor | None, counts: Tensor, clusters: Tensor, planes: Tensor, draws: Tensor, most: int,
+    q: Tensor,
+    tokens: Tensor | None,
+    counts: Tensor,
+    clusters: Tensor,
+    planes: Tensor,
+    draws: Tensor,
+    most: int,
     iterations: int,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Cluster the real queries of each sample as `cluster_queries` does; a sample of no more queries than C keeps each apart.
 
     Args:
@@ -92,14 +112,25 @@ def cluster_samples(
     planes, draws = planes.contiguous(), draws.contiguous().bitwise_and(DRAWS_END - 1)
     shapes: dict[str, Any] = {"H": heads, "L": length, "bits": planes.shape[0], "WIDTH": width}
     launch(
-        hash_kernel, lambda tiles: (-(-length // tiles["BM"]) * batch * heads,), HASH,
-        q, tokens, counts, clusters, planes, bits, *strides(q), D=size, STRETCH=16 if size % 32 else 32, **shapes,
-    )  # fmt: skip
+        hash_kernel,
+        lambda tiles: (-(-length // tiles["BM"]) * batch * heads,),
+        HASH,
+        q,
+        tokens,
+        counts,
+        clusters,
+        planes,
+        bits,
+        *strides(q),
+        D=size,
+        STRETCH=16 if size % 32 else 32,
+        **shapes,
+    )
     cuts, shapes = LLOYD[power(most, 64)], {**shapes, "stride": STRIDE, "WIDE_C": wide}
     if parts_of(batch * heads, length, cuts[0].tiles["BN"]) == 1:
         launch(
             lloyd_kernel, (batch * heads,), cuts, bits, counts, clusters, draws, groups, iterations=iterations, **shapes
-        )  # fmt: skip
+        )
         return groups
 
     # Its launches add to each other's sums, so all have one configuration.
@@ -110,9 +141,19 @@ def cluster_samples(
         changed = sums.new_zeros(centroids.shape[:2])
         for step in range(iterations):
             sweep_kernel[(batch * heads * parts,)](
-                bits, counts, clusters, draws, groups, centroids, sums, changed, step=step, parts=parts,
-                **shapes, **one.options,
-            )  # fmt: skip
+                bits,
+                counts,
+                clusters,
+                draws,
+                groups,
+                centroids,
+                sums,
+                changed,
+                step=step,
+                parts=parts,
+                **shapes,
+                **one.options,
+            )
 
     first_that_fits(sweeps, cuts, f"k-means, {wide}, {width}", q.device)
     return groups

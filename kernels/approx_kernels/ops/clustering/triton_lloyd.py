@@ -27,9 +27,23 @@ def real_places(Tokens, item, H, L, row, count):
 
 @jit(do_not_specialize=LENGTHS)
 def hash_kernel(
-    Q, Tokens, Counts, Clusters, Planes, Bits, q_b, q_h, q_n, H, L, bits,
-    D: tl.constexpr, STRETCH: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr,
-):  # fmt: skip
+    Q,
+    Tokens,
+    Counts,
+    Clusters,
+    Planes,
+    Bits,
+    q_b,
+    q_h,
+    q_n,
+    H,
+    L,
+    bits,
+    D: tl.constexpr,
+    STRETCH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BM: tl.constexpr,
+):
     """Sides of the planes on which BM real queries of a head lie, as +-1, then a 1, then zeros."""
     tiles = tl.cdiv(L, BM)
     item, first = tl.program_id(0) // tiles, tl.program_id(0) % tiles * BM
@@ -69,9 +83,7 @@ def _first_centroids(Bits, Draws, count, clusters, WIDE_C: tl.constexpr, WIDTH: 
 
 
 @jit
-def _moved(
-    Bits, Draws, sums, old, count, clusters, bits, step, stride, WIDE_C: tl.constexpr, WIDTH: tl.constexpr
-):  # fmt: skip
+def _moved(Bits, Draws, sums, old, count, clusters, bits, step, stride, WIDE_C: tl.constexpr, WIDTH: tl.constexpr):
     """Majorities of the members of each cluster, a new query where there are none, and whether any centroid has moved."""
     c = tl.arange(0, WIDE_C)
     members = tl.sum(tl.where((tl.arange(0, WIDTH) == bits)[None, :], sums, 0), 1)
@@ -105,9 +117,20 @@ def _assign(
 
 @jit(do_not_specialize=LENGTHS)
 def lloyd_kernel(
-    Bits, Counts, Clusters, Draws, Groups, H, L, bits, iterations, stride,
-    WIDE_C: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
+    Bits,
+    Counts,
+    Clusters,
+    Draws,
+    Groups,
+    H,
+    L,
+    bits,
+    iterations,
+    stride,
+    WIDE_C: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BN: tl.constexpr,
+):
     """All iterations of the clustering of one head."""
     item = tl.program_id(0)
     count, clusters = sample_counts(Counts, Clusters, item, H)
@@ -125,16 +148,29 @@ def lloyd_kernel(
         for first in range(0, count, BN):
             sums = _assign(Bits, Groups, centroids, sums, first, count, clusters, WIDE_C, WIDTH, BN)
         step += 1
-        centroids, changed = _moved(
-            Bits, Draws, sums, centroids, count, clusters, bits, step, stride, WIDE_C, WIDTH
-        )  # fmt: skip
+        centroids, changed = _moved(Bits, Draws, sums, centroids, count, clusters, bits, step, stride, WIDE_C, WIDTH)
 
 
 @jit(do_not_specialize=LENGTHS)
 def sweep_kernel(
-    Bits, Counts, Clusters, Draws, Groups, Centroids, Sums, Changed, H, L, bits, step, stride, parts,
-    WIDE_C: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
+    Bits,
+    Counts,
+    Clusters,
+    Draws,
+    Groups,
+    Centroids,
+    Sums,
+    Changed,
+    H,
+    L,
+    bits,
+    step,
+    stride,
+    parts,
+    WIDE_C: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BN: tl.constexpr,
+):
     """One iteration for one of several parts of a head, where heads are too few to fill a card.
 
     Each program moves the centroids by the sums of the iteration before; the first of a head keeps them for the next.
@@ -158,9 +194,18 @@ def sweep_kernel(
         if tl.load(Changed + (step - 1) * items + item) == 0:
             return
         centroids, changed = _moved(
-            Bits, Draws, tl.load(Sums + before), tl.load(Centroids + before), count, clusters, bits, step, stride,
-            WIDE_C, WIDTH,
-        )  # fmt: skip
+            Bits,
+            Draws,
+            tl.load(Sums + before),
+            tl.load(Centroids + before),
+            count,
+            clusters,
+            bits,
+            step,
+            stride,
+            WIDE_C,
+            WIDTH,
+        )
     if changed > 0:
         sums = tl.zeros([WIDE_C, WIDTH], tl.int32)
         for first in range(part * BN, count, parts * BN):  # pyright: ignore[reportArgumentType]  # a tile is a number

@@ -136,9 +136,19 @@ def flash(
     with without_autocast(q.device.type):
         if run == "reference":
             return flash_reference(
-                q, k, v, bounds, key_mask, spans, blocks,
-                left=left, right=right, ramp=ramp, scale=scale, packed=lengths is not None,
-            )  # fmt: skip
+                q,
+                k,
+                v,
+                bounds,
+                key_mask,
+                spans,
+                blocks,
+                left=left,
+                right=right,
+                ramp=ramp,
+                scale=scale,
+                packed=lengths is not None,
+            )
         q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
         mask = None if key_mask is None else key_mask.contiguous().view(torch.uint8)
         tensors = [] if blocks is None else blocks.tensors

@@ -73,9 +73,20 @@ def kind(q: Tensor, v: Tensor, spans: Tensor | None, listed: bool) -> str:
 
 
 def _fake_forward(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Any, key_mask: Any, spans: Any, blocks: Any, left: Any, right: Any, ramp: Any,
-    scale: Any, longest: Any, apart: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: Any,
+    key_mask: Any,
+    spans: Any,
+    blocks: Any,
+    left: Any,
+    right: Any,
+    ramp: Any,
+    scale: Any,
+    longest: Any,
+    apart: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, heads, length = q.shape[:3]
     lse = q.new_empty(batch, heads, length, dtype=torch.float32)
     total = lse.new_empty(batch, heads, length if apart else 0)
@@ -97,16 +108,40 @@ def _pairs(
 
 
 def _flops_forward(
-    q: Sequence[int], k: Sequence[int], v: Sequence[int], bounds: Any, key_mask: Any, spans: Any,
-    blocks: Any, left: int, right: int, *others: Any, out_shape: Any = None,
-) -> int:  # fmt: skip
+    q: Sequence[int],
+    k: Sequence[int],
+    v: Sequence[int],
+    bounds: Any,
+    key_mask: Any,
+    spans: Any,
+    blocks: Any,
+    left: int,
+    right: int,
+    *others: Any,
+    out_shape: Any = None,
+) -> int:
     return 2 * q[0] * q[1] * _pairs(q, k, blocks, left, right) * (q[3] + v[3])
 
 
 def _flops_backward(
-    grad: Any, grad_lse: Any, less: Any, out: Any, lse: Any, place: Any, q: Sequence[int], k: Sequence[int],
-    v: Sequence[int], bounds: Any, key_mask: Any, spans: Any, blocks: Any, left: int, right: int, *others: Any, out_shape: Any = None,
-) -> int:  # fmt: skip
+    grad: Any,
+    grad_lse: Any,
+    less: Any,
+    out: Any,
+    lse: Any,
+    place: Any,
+    q: Sequence[int],
+    k: Sequence[int],
+    v: Sequence[int],
+    bounds: Any,
+    key_mask: Any,
+    spans: Any,
+    blocks: Any,
+    left: int,
+    right: int,
+    *others: Any,
+    out_shape: Any = None,
+) -> int:
     # Scores and the gradients of weights twice, then one product for each of dq, dk and dv.
     return 2 * q[0] * q[1] * _pairs(q, k, blocks, left, right) * (4 * q[3] + 3 * v[3])
 
@@ -135,9 +170,20 @@ def _gradients(ctx: Any, grad: Tensor, grad_lse: Tensor, grad_total: Tensor, _: 
 
 @custom_op(_fake_forward, flops=_flops_forward, backward=_gradients, save=_save)
 def flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, key_mask: Tensor | None, spans: Tensor | None,
-    blocks: Sequence[Tensor], left: int, right: int, ramp: int, scale: float, longest: int, apart: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: Tensor | None,
+    key_mask: Tensor | None,
+    spans: Tensor | None,
+    blocks: Sequence[Tensor],
+    left: int,
+    right: int,
+    ramp: int,
+    scale: float,
+    longest: int,
+    apart: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launch the forward kernel.
 
     Args:
@@ -166,26 +212,61 @@ def flash_forward(
 
     rows = longest or q.shape[2]
     launch(
-        flash_forward_kernel, lambda tiles: _programs(q, bounds, longest, rows, tiles["BM"]), FORWARD[where],
-        q, k, v, out, lse, *((total, largest) if apart else (None, None)), bounds, key_mask, spans, *_lists(blocks, 0),
-        *strides(q, k, v, out), **_shared(q, k, v, blocks, left, right, ramp, scale, longest, rows),
-    )  # fmt: skip
+        flash_forward_kernel,
+        lambda tiles: _programs(q, bounds, longest, rows, tiles["BM"]),
+        FORWARD[where],
+        q,
+        k,
+        v,
+        out,
+        lse,
+        *((total, largest) if apart else (None, None)),
+        bounds,
+        key_mask,
+        spans,
+        *_lists(blocks, 0),
+        *strides(q, k, v, out),
+        **_shared(q, k, v, blocks, left, right, ramp, scale, longest, rows),
+    )
     return out, lse, total, largest
 
 
 def _fake_backward(
-    grad: Tensor, grad_lse: Tensor, less: Any, out: Tensor, lse: Tensor, place: Any, q: Tensor, k: Tensor, v: Tensor,
+    grad: Tensor,
+    grad_lse: Tensor,
+    less: Any,
+    out: Tensor,
+    lse: Tensor,
+    place: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *others: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return *empty_gradients(q, k, v), lse.new_empty(q.shape[1])
 
 
 @custom_op(_fake_backward, flops=_flops_backward)
 def flash_backward(
-    grad: Tensor, grad_lse: Tensor, less: Tensor | None, out: Tensor, lse: Tensor, place: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, key_mask: Tensor | None, spans: Tensor | None,
-    blocks: Sequence[Tensor], left: int, right: int, ramp: int, scale: float, longest: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    grad_lse: Tensor,
+    less: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    place: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: Tensor | None,
+    key_mask: Tensor | None,
+    spans: Tensor | None,
+    blocks: Sequence[Tensor],
+    left: int,
+    right: int,
+    ramp: int,
+    scale: float,
+    longest: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launch the backward kernels: gradients of q, of k and v for each query head, and of spans, each sum in one order always.
 
     Args:
@@ -210,16 +291,50 @@ def flash_backward(
     # The first of them says what the second needs to know of each query.
     rows = longest or q.shape[2]
     launch(
-        flash_queries_kernel, lambda tiles: _programs(q, bounds, longest, rows, tiles["BM"]), QUERIES[where],
-        q, k, v, out, grad, lse, grad_lse, *taken, delta, dq, by_row, bounds, key_mask, spans, *_lists(blocks, 0),
-        *strides(q, k, v, out, grad, dq), tiled=parts, **_shared(*told, rows),
-    )  # fmt: skip
+        flash_queries_kernel,
+        lambda tiles: _programs(q, bounds, longest, rows, tiles["BM"]),
+        QUERIES[where],
+        q,
+        k,
+        v,
+        out,
+        grad,
+        lse,
+        grad_lse,
+        *taken,
+        delta,
+        dq,
+        by_row,
+        bounds,
+        key_mask,
+        spans,
+        *_lists(blocks, 0),
+        *strides(q, k, v, out, grad, dq),
+        tiled=parts,
+        **_shared(*told, rows),
+    )
     keys = longest or k.shape[2]
     launch(
-        flash_keys_kernel, lambda tiles: _programs(q, bounds, longest, keys, tiles["BN"]), KEYS.get(bounded, KEYS[where]),
-        q, k, v, grad, lse, *taken, delta, dk, dv, bounds, key_mask, spans, *_lists(blocks, 3),
-        *strides(q, k, v, grad, dk, dv), tiled=parts, **_shared(*told, keys),
-    )  # fmt: skip
+        flash_keys_kernel,
+        lambda tiles: _programs(q, bounds, longest, keys, tiles["BN"]),
+        KEYS.get(bounded, KEYS[where]),
+        q,
+        k,
+        v,
+        grad,
+        lse,
+        *taken,
+        delta,
+        dk,
+        dv,
+        bounds,
+        key_mask,
+        spans,
+        *_lists(blocks, 3),
+        *strides(q, k, v, grad, dk, dv),
+        tiled=parts,
+        **_shared(*told, keys),
+    )
     dspans.copy_(by_row.sum((0, 2)) if by_row is not None else torch.zeros_like(dspans))
     return dq, dk, dv, dspans
 
@@ -235,9 +350,17 @@ def _lists(blocks: Sequence[Tensor], first: int) -> Sequence[Tensor | None]:
 
 
 def _shared(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Tensor], left: int, right: int, ramp: int, scale: float,
-    packed: int, longest: int,
-) -> dict[str, Any]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Sequence[Tensor],
+    left: int,
+    right: int,
+    ramp: int,
+    scale: float,
+    packed: int,
+    longest: int,
+) -> dict[str, Any]:
     """What all kernels are told."""
     return {
         "rows_h": blocks[0].stride(0) if blocks and blocks[0].shape[0] > 1 else 0,

@@ -28,12 +28,64 @@ def _logarithms(base, start, begin, end, ROWS: tl.constexpr):
 
 @jit(do_not_specialize=LENGTHS)
 def flash_queries_kernel(
-    Q, K, V, Out, dOut, Lse, dLse, Place, Less, Delta, dQ, dSpans, Bounds, KeyMask, Spans, Rows, Columns, Tiles, Bits,
-    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, g_b, g_h, g_n, dq_b, dq_h, dq_n, rows_h,
-    H, shared, L, S, longest, shift, left, right, ramp, scale,
-    D: tl.constexpr, E: tl.constexpr, WIDE_D: tl.constexpr, WIDE_E: tl.constexpr,
-    PRECISION: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
+    Q,
+    K,
+    V,
+    Out,
+    dOut,
+    Lse,
+    dLse,
+    Place,
+    Less,
+    Delta,
+    dQ,
+    dSpans,
+    Bounds,
+    KeyMask,
+    Spans,
+    Rows,
+    Columns,
+    Tiles,
+    Bits,
+    q_b,
+    q_h,
+    q_n,
+    k_b,
+    k_h,
+    k_n,
+    v_b,
+    v_h,
+    v_n,
+    o_b,
+    o_h,
+    o_n,
+    g_b,
+    g_h,
+    g_n,
+    dq_b,
+    dq_h,
+    dq_n,
+    rows_h,
+    H,
+    shared,
+    L,
+    S,
+    longest,
+    shift,
+    left,
+    right,
+    ramp,
+    scale,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    WIDE_D: tl.constexpr,
+    WIDE_E: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PACKED: tl.constexpr,
+    PARTS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
     """Gradients of BM queries, of the span where these see, and what the kernel for the keys wants to know of them.
 
     The queries of a tile of a list pass in PARTS of BM.
@@ -73,10 +125,21 @@ def flash_queries_kernel(
     dspan = tl.zeros([BM], tl.float32)
 
     begin, end, whole, after = walk(
-        Bounds, Rows, Columns, head * rows_h + tile // PARTS * 3,
-        tl.maximum(first, q_begin) + shift, tl.minimum(first + BM, q_end) - 1 + shift,
-        left, right, whole_left, whole_right, k_begin, k_end, holes != 0, BN,
-    )  # fmt: skip
+        Bounds,
+        Rows,
+        Columns,
+        head * rows_h + tile // PARTS * 3,
+        tl.maximum(first, q_begin) + shift,
+        tl.minimum(first + BM, q_end) - 1 + shift,
+        left,
+        right,
+        whole_left,
+        whole_right,
+        k_begin,
+        k_end,
+        holes != 0,
+        BN,
+    )
 
     for each in range(whole, after):
         block = each
@@ -101,9 +164,17 @@ def flash_queries_kernel(
             block = tl.load(Columns + block)
         column = block * BN + tl.arange(0, BN)
         pairs = shown(
-            row[:, None], column[None, :], shift, left, right, Bits, kind,
-            (tile % PARTS * BM + tl.arange(0, BM))[:, None], tl.arange(0, BN)[None, :], Rows is None,
-        )  # fmt: skip
+            row[:, None],
+            column[None, :],
+            shift,
+            left,
+            right,
+            Bits,
+            kind,
+            (tile % PARTS * BM + tl.arange(0, BM))[:, None],
+            tl.arange(0, BN)[None, :],
+            Rows is None,
+        )
         pairs = pairs & real_keys(column, k_begin, k_end, KeyMask)[None, :]
         if Rows is not None and Bounds is None:
             # Without what follows from the log-sum-exps anyway, Triton 3.6 has no registers left.
@@ -135,12 +206,62 @@ def flash_queries_kernel(
 
 @jit(do_not_specialize=LENGTHS)
 def flash_keys_kernel(
-    Q, K, V, dOut, Lse, Place, Less, Delta, dK, dV, Bounds, KeyMask, Spans, Rows, Columns, Tiles, Bits,
-    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_n, dk_b, dk_h, dk_n, dv_b, dv_h, dv_n, rows_h,
-    H, shared, L, S, longest, shift, left, right, ramp, scale,
-    D: tl.constexpr, E: tl.constexpr, WIDE_D: tl.constexpr, WIDE_E: tl.constexpr,
-    PRECISION: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
+    Q,
+    K,
+    V,
+    dOut,
+    Lse,
+    Place,
+    Less,
+    Delta,
+    dK,
+    dV,
+    Bounds,
+    KeyMask,
+    Spans,
+    Rows,
+    Columns,
+    Tiles,
+    Bits,
+    q_b,
+    q_h,
+    q_n,
+    k_b,
+    k_h,
+    k_n,
+    v_b,
+    v_h,
+    v_n,
+    g_b,
+    g_h,
+    g_n,
+    dk_b,
+    dk_h,
+    dk_n,
+    dv_b,
+    dv_h,
+    dv_n,
+    rows_h,
+    H,
+    shared,
+    L,
+    S,
+    longest,
+    shift,
+    left,
+    right,
+    ramp,
+    scale,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    WIDE_D: tl.constexpr,
+    WIDE_E: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PACKED: tl.constexpr,
+    PARTS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
     """Gradients of BN keys and values; weights are held with the keys as rows, as the products want them.
 
     The queries of a tile of a list pass in PARTS of BM.
@@ -171,10 +292,21 @@ def flash_keys_kernel(
     # A key is seen from where it would itself see, were left and right exchanged. Keys that are none do as the others, for
     # what they are given is theirs alone.
     begin, end, whole, after = walk(
-        Bounds, Rows, Columns, head * rows_h + tile * 3,
-        tl.maximum(first, k_begin) - shift, tl.minimum(first + BN, k_end) - 1 - shift,
-        right, left, whole_right, whole_left, q_begin, q_end, False, BM * PARTS,
-    )  # fmt: skip
+        Bounds,
+        Rows,
+        Columns,
+        head * rows_h + tile * 3,
+        tl.maximum(first, k_begin) - shift,
+        tl.minimum(first + BN, k_end) - 1 - shift,
+        right,
+        left,
+        whole_right,
+        whole_left,
+        q_begin,
+        q_end,
+        False,
+        BM * PARTS,
+    )
 
     for each in range(whole * PARTS, after * PARTS):
         block = each
@@ -201,9 +333,17 @@ def flash_keys_kernel(
             block = tl.load(Columns + block) * PARTS + each % PARTS
         row = block * BM + tl.arange(0, BM)
         pairs = shown(
-            row[None, :], column[:, None], shift, left, right, Bits, kind,
-            (each % PARTS * BM + tl.arange(0, BM))[None, :], tl.arange(0, BN)[:, None], Rows is None,
-        )  # fmt: skip
+            row[None, :],
+            column[:, None],
+            shift,
+            left,
+            right,
+            Bits,
+            kind,
+            (each % PARTS * BM + tl.arange(0, BM))[None, :],
+            tl.arange(0, BN)[:, None],
+            Rows is None,
+        )
         q = load_rows(Q, block * BM, q_n, q_begin, q_end, D, WIDE_D, BM, True)
         grad = load_rows(dOut, block * BM, g_n, q_begin, q_end, E, WIDE_E, BM, True)
         lse = _logarithms(Lse + line, block * BM, q_begin, q_end, BM)

@@ -35,12 +35,52 @@ def _fold(s, v, total, top, out, PRECISION: tl.constexpr):
 
 @jit(do_not_specialize=LENGTHS)
 def flash_forward_kernel(
-    Q, K, V, Out, Lse, Total, Place, Bounds, KeyMask, Spans, Rows, Columns, Tiles, Bits,
-    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, rows_h,
-    H, shared, L, S, longest, shift, left, right, ramp, scale,
-    D: tl.constexpr, E: tl.constexpr, WIDE_D: tl.constexpr, WIDE_E: tl.constexpr,
-    PRECISION: tl.constexpr, PACKED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
+    Q,
+    K,
+    V,
+    Out,
+    Lse,
+    Total,
+    Place,
+    Bounds,
+    KeyMask,
+    Spans,
+    Rows,
+    Columns,
+    Tiles,
+    Bits,
+    q_b,
+    q_h,
+    q_n,
+    k_b,
+    k_h,
+    k_n,
+    v_b,
+    v_h,
+    v_n,
+    o_b,
+    o_h,
+    o_n,
+    rows_h,
+    H,
+    shared,
+    L,
+    S,
+    longest,
+    shift,
+    left,
+    right,
+    ramp,
+    scale,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    WIDE_D: tl.constexpr,
+    WIDE_E: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PACKED: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
     """Outputs and log-sum-exps of BM queries of one head of one sample; with Place also sums relative to the largest score."""
     tiles = tl.cdiv(longest, BM)
     # Under a causal mask the last queries have most to do, so they begin.
@@ -70,10 +110,21 @@ def flash_forward_kernel(
     place = tl.full([BM], -1, tl.int32)
 
     begin, end, whole, after = walk(
-        Bounds, Rows, Columns, head * rows_h + tile * 3,
-        tl.maximum(first, q_begin) + shift, tl.minimum(first + BM, q_end) - 1 + shift,
-        left, right, whole_left, whole_right, k_begin, k_end, holes != 0, BN,
-    )  # fmt: skip
+        Bounds,
+        Rows,
+        Columns,
+        head * rows_h + tile * 3,
+        tl.maximum(first, q_begin) + shift,
+        tl.minimum(first + BM, q_end) - 1 + shift,
+        left,
+        right,
+        whole_left,
+        whole_right,
+        k_begin,
+        k_end,
+        holes != 0,
+        BN,
+    )
 
     for each in range(whole, after):
         block = each
@@ -96,9 +147,17 @@ def flash_forward_kernel(
             block = tl.load(Columns + block)
         column = block * BN + tl.arange(0, BN)
         pairs = shown(
-            row[:, None], column[None, :], shift, left, right, Bits, kind,
-            tl.arange(0, BM)[:, None], tl.arange(0, BN)[None, :], Rows is None,
-        )  # fmt: skip
+            row[:, None],
+            column[None, :],
+            shift,
+            left,
+            right,
+            Bits,
+            kind,
+            tl.arange(0, BM)[:, None],
+            tl.arange(0, BN)[None, :],
+            Rows is None,
+        )
         # A list has no pair behind the last key.
         if Rows is None or Bounds is not None:
             pairs = pairs & real_keys(column, k_begin, k_end, KeyMask)[None, :]

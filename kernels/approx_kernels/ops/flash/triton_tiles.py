@@ -70,7 +70,7 @@ def window(Spans, head, left, right, ramp):
 @jit
 def walk(
     Bounds, Rows, Columns, at, low, high, left, right, whole_left, whole_right, begin, end, parted, TILE: tl.constexpr
-):  # fmt: skip
+):
     """Tiles that rows at low to high meet: from, to; and those of them, unless `parted`, of which they see all: from, to.
 
     A list says which they are, from `at` on; otherwise they lie in [begin, end), and in a window about each row.

@@ -86,9 +86,20 @@ def _flops_forward(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any
 
 
 def _flops_backward(
-    grad: Any, grad_inverse: Any, out: Any, inverse: Any, sums: Any, totals: Any,
-    q: Sequence[int], k: Sequence[int], v: Sequence[int], key_mask: Any, causal: bool, *_: Any, out_shape: Any = None,
-) -> int:  # fmt: skip
+    grad: Any,
+    grad_inverse: Any,
+    out: Any,
+    inverse: Any,
+    sums: Any,
+    totals: Any,
+    q: Sequence[int],
+    k: Sequence[int],
+    v: Sequence[int],
+    key_mask: Any,
+    causal: bool,
+    *_: Any,
+    out_shape: Any = None,
+) -> int:
     # The causal form sums keys again, on the way to each query.
     return 2 * q[0] * q[1] * q[3] * v[3] * (2 * q[2] + (3 if causal else 2) * k[2])
 
@@ -109,9 +120,16 @@ def _gradients(ctx: Any, grad: Tensor | None, grad_inverse: Tensor | None, *_: A
 
 @custom_op(_fake_forward, flops=_flops_forward, backward=_gradients, save=_save)
 def linear_forward(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, causal: bool, whole: bool,
-    feature_map: str, input_scale: float, eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    causal: bool,
+    whole: bool,
+    feature_map: str,
+    input_scale: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launch the forward kernels.
 
     Args:
@@ -134,27 +152,60 @@ def linear_forward(
     rows, count = segments(heads, k.shape[2])
     if sums.shape[2]:
         launch(
-            linear_sums_kernel, (heads * count,), SUMS[kind(q, v)],
-            k, v, key_mask, None, None, sums, totals, *strides(k, v), q.shape[1], k.shape[2], 0, rows, count,
+            linear_sums_kernel,
+            (heads * count,),
+            SUMS[kind(q, v)],
+            k,
+            v,
+            key_mask,
+            None,
+            None,
+            sums,
+            totals,
+            *strides(k, v),
+            q.shape[1],
+            k.shape[2],
+            0,
+            rows,
+            count,
             **_shared(q, v, feature_map, input_scale),
-        )  # fmt: skip
+        )
     given = q, k, v, None, None, key_mask, sums, totals, inverse, None, None
     _launch_scan("out", given, out, causal, feature_map, input_scale, eps)
     return out, inverse, sums, totals
 
 
 def _fake_backward(
-    grad: Tensor, grad_inverse: Any, out: Tensor, inverse: Tensor, sums: Tensor, totals: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, *_: Any,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    grad_inverse: Any,
+    out: Tensor,
+    inverse: Tensor,
+    sums: Tensor,
+    totals: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
     return empty_gradients(q, k, v)
 
 
 @custom_op(_fake_backward, flops=_flops_backward)
 def linear_backward(
-    grad: Tensor, grad_inverse: Tensor | None, out: Tensor, inverse: Tensor, sums: Tensor, totals: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, causal: bool, feature_map: str, input_scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    grad_inverse: Tensor | None,
+    out: Tensor,
+    inverse: Tensor,
+    sums: Tensor,
+    totals: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    causal: bool,
+    feature_map: str,
+    input_scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the backward kernels: gradients of q, k and v; features are computed again.
 
     Args:
@@ -176,10 +227,24 @@ def linear_backward(
     _launch_scan("dq", given, dq, causal, feature_map, input_scale, 0.0)
     if read:
         launch(
-            linear_sums_kernel, (heads * read,), SUMS[kind(q, v)],
-            q, grad, None, inverse, share, query_sums, query_totals, *strides(q, grad),
-            q.shape[1], q.shape[2], shape["shift"], shape["rows"], read, **_shared(q, v, feature_map, input_scale),
-        )  # fmt: skip
+            linear_sums_kernel,
+            (heads * read,),
+            SUMS[kind(q, v)],
+            q,
+            grad,
+            None,
+            inverse,
+            share,
+            query_sums,
+            query_totals,
+            *strides(q, grad),
+            q.shape[1],
+            q.shape[2],
+            shape["shift"],
+            shape["rows"],
+            read,
+            **_shared(q, v, feature_map, input_scale),
+        )
     given = q, k, v, grad, out, key_mask, query_sums, query_totals, inverse, None, share
     _launch_scan("dk", given, dk, causal, feature_map, input_scale, 0.0)
     _launch_scan("dv", given, dv, causal, feature_map, input_scale, 0.0)
@@ -199,12 +264,20 @@ def _launch_scan(
         return min(tiles["BC"], power(made.shape[3]))
 
     launch(
-        linear_scan_kernel, lambda tiles: (heads * shape["segments"], -(-made.shape[3] // columns(tiles))),
+        linear_scan_kernel,
+        lambda tiles: (heads * shape["segments"], -(-made.shape[3] // columns(tiles))),
         (CAUSAL if causal else PARALLEL)[kind(q, v)],
-        *given, made, *strides(q, k, v, grad, out, made), **shape, sums=sums.shape[2], eps=eps,
-        WHAT=what, CAUSAL=causal, tiled=lambda tiles: {"BC": columns(tiles)},
+        *given,
+        made,
+        *strides(q, k, v, grad, out, made),
+        **shape,
+        sums=sums.shape[2],
+        eps=eps,
+        WHAT=what,
+        CAUSAL=causal,
+        tiled=lambda tiles: {"BC": columns(tiles)},
         **_shared(q, v, feature_map, input_scale),
-    )  # fmt: skip
+    )
 
 
 def _shape(q: Tensor, k: Tensor, causal: bool) -> dict[str, Any]:

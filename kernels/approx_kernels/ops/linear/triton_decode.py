@@ -102,19 +102,52 @@ def linear_step(
     out = _fake(q, k, v)
     told = sizes(q, v)
     launch(
-        linear_step_kernel, (k.shape[0] * k.shape[1],), WIDE_STEP if told["WIDE_D"] * told["WIDE_E"] > 64 * 64 else STEP,
-        q, k, v, key_mask, sums, out, *(stride for x in (q, k, v, out) for stride in x.stride()[:2]), k.shape[1],
-        sharing(q, k), input_scale, eps, MAP=feature_map, **told,
-    )  # fmt: skip
+        linear_step_kernel,
+        (k.shape[0] * k.shape[1],),
+        WIDE_STEP if told["WIDE_D"] * told["WIDE_E"] > 64 * 64 else STEP,
+        q,
+        k,
+        v,
+        key_mask,
+        sums,
+        out,
+        *(stride for x in (q, k, v, out) for stride in x.stride()[:2]),
+        k.shape[1],
+        sharing(q, k),
+        input_scale,
+        eps,
+        MAP=feature_map,
+        **told,
+    )
     return out
 
 
 @jit(do_not_specialize=("G",))
 def linear_step_kernel(
-    Q, K, V, KeyMask, Sums, Out,
-    q_b, q_h, k_b, k_h, v_b, v_h, o_b, o_h, G, shared, scale, eps,
-    D: tl.constexpr, E: tl.constexpr, WIDE_D: tl.constexpr, WIDE_E: tl.constexpr, MAP: tl.constexpr,
-):  # fmt: skip
+    Q,
+    K,
+    V,
+    KeyMask,
+    Sums,
+    Out,
+    q_b,
+    q_h,
+    k_b,
+    k_h,
+    v_b,
+    v_h,
+    o_b,
+    o_h,
+    G,
+    shared,
+    scale,
+    eps,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    WIDE_D: tl.constexpr,
+    WIDE_E: tl.constexpr,
+    MAP: tl.constexpr,
+):
     """One token more: its key and value are added to the sums of a key head, [D, E + 1], which its queries then read."""
     line = tl.program_id(0)
     sample, head = tl.cast(line // G, tl.int64), tl.cast(line % G, tl.int64)

@@ -70,9 +70,17 @@ def sloped(x, f, scale, MAP: tl.constexpr):
 
 @jit
 def read_sums(
-    Sums, Totals, begin, end, start, D: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    Sums,
+    Totals,
+    begin,
+    end,
+    start,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     FLIPPED: tl.constexpr,
-):  # fmt: skip
+):
     """Columns from `start` on of the sums of segments, or FLIPPED of their transposes, added in order; and totals.
 
     Totals are as many as there are features: one for each row, FLIPPED one for each column.

@@ -120,9 +120,17 @@ def nearest_buckets(q: Tensor, columns: Tensor, rounds: int, levels: int) -> Ten
 
 
 def _no_stretches(
-    by_query: Tensor, by_key: Tensor, mask: Tensor | None, cluster: int, highest: int, ranks: int, most: int, shared: bool,
-    wants_seen: bool, wants_places: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip  # as it is called
+    by_query: Tensor,
+    by_key: Tensor,
+    mask: Tensor | None,
+    cluster: int,
+    highest: int,
+    ranks: int,
+    most: int,
+    shared: bool,
+    wants_seen: bool,
+    wants_places: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # as it is called
     batch, heads, rounds, length = by_query.shape[-4:]
     items, short, whole = batch * heads * rounds, torch.int32, torch.int64
     return (

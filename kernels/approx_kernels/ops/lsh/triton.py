@@ -27,9 +27,15 @@ def sorted_tiles(q: Tensor, k: Tensor, v: Tensor, *, projections: Tensor, cluste
     outs, lses = [], []
     for by_query, by_key in rounds:
         out, lse = listed_attention(
-            _at(q, by_query), _at(k, by_key), _at(v, by_key), ("lsh", clusters), pairs,
-            scale=scale, first=0, diagonal=False,
-        )  # fmt: skip
+            _at(q, by_query),
+            _at(k, by_key),
+            _at(v, by_key),
+            ("lsh", clusters),
+            pairs,
+            scale=scale,
+            first=0,
+            diagonal=False,
+        )
         back = by_query.argsort(dim=-1)
         outs.append(_at(out, back))
         lses.append(lse.gather(-1, back))
@@ -60,9 +66,16 @@ def round_by_round(
     wide = torch.promote_types(q.dtype, torch.float32)
     with torch.no_grad():
         plan = sorted_rounds(
-            q.to(wide), k.to(wide), key_mask,
-            projections=projections, variant=variant, cluster=cluster, buckets=buckets, causal=causal, dedup=dedup,
-        )  # fmt: skip
+            q.to(wide),
+            k.to(wide),
+            key_mask,
+            projections=projections,
+            variant=variant,
+            cluster=cluster,
+            buckets=buckets,
+            causal=causal,
+            dedup=dedup,
+        )
     k = unit_keys(q.to(wide), k.to(wide)).to(q.dtype) if variant == "shared" else k
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     mask = None if key_mask is None else key_mask.contiguous().view(torch.uint8)

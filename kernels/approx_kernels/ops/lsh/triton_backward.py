@@ -26,12 +26,59 @@ def _logarithms(Lse, query, inside):
 
 @jit(do_not_specialize=LENGTHS)
 def lsh_queries_kernel(
-    Q, K, V, KeyMask, Tokens, Entries, Queries, Low, End, Ranks, Out, dOut, Lse, Delta, Sum, dQ,
-    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, g_b, g_h, g_n, dq_b, dq_h, dq_n,
-    H, L, S, M, items, round, rounds, times, scale,
-    D: tl.constexpr, E: tl.constexpr, WIDE_D: tl.constexpr, WIDE_E: tl.constexpr,
-    PRECISION: tl.constexpr, ALWAYS: tl.constexpr, LAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
+    Q,
+    K,
+    V,
+    KeyMask,
+    Tokens,
+    Entries,
+    Queries,
+    Low,
+    End,
+    Ranks,
+    Out,
+    dOut,
+    Lse,
+    Delta,
+    Sum,
+    dQ,
+    q_b,
+    q_h,
+    q_n,
+    k_b,
+    k_h,
+    k_n,
+    v_b,
+    v_h,
+    v_n,
+    o_b,
+    o_h,
+    o_n,
+    g_b,
+    g_h,
+    g_n,
+    dq_b,
+    dq_h,
+    dq_n,
+    H,
+    L,
+    S,
+    M,
+    items,
+    round,
+    rounds,
+    times,
+    scale,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    WIDE_D: tl.constexpr,
+    WIDE_E: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ALWAYS: tl.constexpr,
+    LAST: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
     """Add one round to the gradients of BM queries, and say what the kernels for the keys want to know of them."""
     tiles = tl.cdiv(L, BM)
     item = tl.cast(tl.program_id(0) // tiles, tl.int64)
@@ -75,9 +122,23 @@ def lsh_queries_kernel(
         k = gathered(K, token, rank < M, k_n, D, WIDE_D)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor
         s = of_pairs(
-            s, rank[None, :], token[None, :], entry[None, :], own[:, None], query[:, None], low[:, None], end[:, None],
-            Ranks, Low, End, L, M, items, round, ALWAYS or LAST,
-        )  # fmt: skip
+            s,
+            rank[None, :],
+            token[None, :],
+            entry[None, :],
+            own[:, None],
+            query[:, None],
+            low[:, None],
+            end[:, None],
+            Ranks,
+            Low,
+            End,
+            L,
+            M,
+            items,
+            round,
+            ALWAYS or LAST,
+        )
         p = tl.exp2(s - lse[:, None])
         v = gathered(V, token, rank < M, v_n, E, WIDE_E)
         ds = p * (tl.dot(grad, tl.trans(v), input_precision=PRECISION) - delta[:, None])
@@ -91,11 +152,53 @@ def lsh_queries_kernel(
 
 @jit(do_not_specialize=LENGTHS)
 def lsh_keys_kernel(
-    Q, K, V, Tokens, Entries, Queries, Low, End, Ranks, First, Past, dOut, Lse, Delta, dKeys, dValues,
-    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_n, H, L, S, M, items, round, rounds, times, scale,
-    D: tl.constexpr, E: tl.constexpr, WIDE_D: tl.constexpr, WIDE_E: tl.constexpr,
-    PRECISION: tl.constexpr, ALWAYS: tl.constexpr, LAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
+    Q,
+    K,
+    V,
+    Tokens,
+    Entries,
+    Queries,
+    Low,
+    End,
+    Ranks,
+    First,
+    Past,
+    dOut,
+    Lse,
+    Delta,
+    dKeys,
+    dValues,
+    q_b,
+    q_h,
+    q_n,
+    k_b,
+    k_h,
+    k_n,
+    v_b,
+    v_h,
+    v_n,
+    g_b,
+    g_h,
+    g_n,
+    H,
+    L,
+    S,
+    M,
+    items,
+    round,
+    rounds,
+    times,
+    scale,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    WIDE_D: tl.constexpr,
+    WIDE_E: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ALWAYS: tl.constexpr,
+    LAST: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
     """Add one round to the gradients of BN entries that lie behind each other; weights are held with them as rows."""
     tiles = tl.cdiv(M, BN)
     item, tile = tl.cast(tl.program_id(0) // tiles, tl.int64), tl.program_id(0) % tiles
@@ -125,9 +228,23 @@ def lsh_keys_kernel(
         delta = tl.load(Delta + item * L + query, mask=inside, other=0.0)
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * factor
         s = of_pairs(
-            s, rank[:, None], token[:, None], entry[:, None], (query + S - L)[None, :], query[None, :], low[None, :],
-            end[None, :], Ranks, Low + item * L, End + item * L, L, M, items, round, ALWAYS or LAST,
-        )  # fmt: skip
+            s,
+            rank[:, None],
+            token[:, None],
+            entry[:, None],
+            (query + S - L)[None, :],
+            query[None, :],
+            low[None, :],
+            end[None, :],
+            Ranks,
+            Low + item * L,
+            End + item * L,
+            L,
+            M,
+            items,
+            round,
+            ALWAYS or LAST,
+        )
         p = tl.exp2(s - lse[None, :])
         dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=PRECISION)
         ds = p * (tl.dot(v, tl.trans(grad), input_precision=PRECISION) - delta[None, :])

@@ -18,11 +18,50 @@ from approx_kernels.ops.lsh.triton_pairs import (
 
 @jit(do_not_specialize=LENGTHS)
 def lsh_forward_kernel(
-    Q, K, V, KeyMask, Tokens, Entries, Queries, Low, End, Ranks, Sum, Out, Lse,
-    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n, H, L, S, M, items, round, rounds, times, scale,
-    D: tl.constexpr, E: tl.constexpr, WIDE_D: tl.constexpr, WIDE_E: tl.constexpr,
-    PRECISION: tl.constexpr, ALWAYS: tl.constexpr, LAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
+    Q,
+    K,
+    V,
+    KeyMask,
+    Tokens,
+    Entries,
+    Queries,
+    Low,
+    End,
+    Ranks,
+    Sum,
+    Out,
+    Lse,
+    q_b,
+    q_h,
+    q_n,
+    k_b,
+    k_h,
+    k_n,
+    v_b,
+    v_h,
+    v_n,
+    o_b,
+    o_h,
+    o_n,
+    H,
+    L,
+    S,
+    M,
+    items,
+    round,
+    rounds,
+    times,
+    scale,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    WIDE_D: tl.constexpr,
+    WIDE_E: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ALWAYS: tl.constexpr,
+    LAST: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
     """Fold one round into the softmax of BM queries; the last round writes the outputs."""
     tiles = tl.cdiv(L, BM)
     item = tl.cast(tl.program_id(0) // tiles, tl.int64)
@@ -63,9 +102,23 @@ def lsh_forward_kernel(
         k = gathered(K, token, rank < M, k_n, D, WIDE_D)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor
         s = of_pairs(
-            s, rank[None, :], token[None, :], entry[None, :], own[:, None], query[:, None], low[:, None], end[:, None],
-            Ranks, Low, End, L, M, items, round, ALWAYS or LAST,
-        )  # fmt: skip
+            s,
+            rank[None, :],
+            token[None, :],
+            entry[None, :],
+            own[:, None],
+            query[:, None],
+            low[:, None],
+            end[:, None],
+            Ranks,
+            Low,
+            End,
+            L,
+            M,
+            items,
+            round,
+            ALWAYS or LAST,
+        )
         new = tl.maximum(top, tl.max(s, 1))
         # Who has seen nothing yet must not subtract infinity from infinity.
         safe = tl.where(new == float("-inf"), 0.0, new)

@@ -66,8 +66,23 @@ def own_scores(q, k, factor, times):
 
 @jit
 def of_pairs(
-    s, rank, token, entry, own, query, low, end, Ranks, Low, End, L, M, items, round, APART: tl.constexpr,
-):  # fmt: skip
+    s,
+    rank,
+    token,
+    entry,
+    own,
+    query,
+    low,
+    end,
+    Ranks,
+    Low,
+    End,
+    L,
+    M,
+    items,
+    round,
+    APART: tl.constexpr,
+):
     """Scores of the pairs that count in a round, -inf in place of others; ranks and queries lie along different axes."""
     s = tl.where((rank >= low) & (rank < end), s, float("-inf"))
     if APART:

@@ -73,16 +73,35 @@ def _pairs(plan: Any, width: int) -> int:
 
 
 def _flops(
-    q: Any, k: Any, v: Any, key_mask: Any, plan: Any, ranks: Any, own: str, width: int, scale: float,
+    q: Any,
+    k: Any,
+    v: Any,
+    key_mask: Any,
+    plan: Any,
+    ranks: Any,
+    own: str,
+    width: int,
+    scale: float,
     out_shape: Any = None,
-) -> int:  # fmt: skip
+) -> int:
     return 2 * _pairs(plan, width) * (q[3] + v[3])
 
 
 def _flops_backward(
-    grad: Any, out: Any, lse: Any, q: Any, k: Any, v: Any, key_mask: Any, plan: Any, ranks: Any, own: str, width: int,
-    scale: float, out_shape: Any = None,
-) -> int:  # fmt: skip
+    grad: Any,
+    out: Any,
+    lse: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    key_mask: Any,
+    plan: Any,
+    ranks: Any,
+    own: str,
+    width: int,
+    scale: float,
+    out_shape: Any = None,
+) -> int:
     # Scores and the gradients of weights twice, then one product for each of dq, dk and dv.
     return 2 * _pairs(plan, width) * (4 * q[3] + 3 * v[3])
 
@@ -103,9 +122,16 @@ def _gradients(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
 
 @custom_op(_empty, flops=_flops, backward=_gradients, save=_save)
 def lsh_forward(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, plan: Sequence[Tensor], ranks: Tensor | None, own: str,
-    width: int, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    plan: Sequence[Tensor],
+    ranks: Tensor | None,
+    own: str,
+    width: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
     """Attend, in each round, to the keys between two ranks; rounds are parts of one softmax, so no sums are kept of each.
 
     Args:
@@ -130,26 +156,59 @@ def lsh_forward(
     running = _running(q, q.shape[2] if len(tokens) > 1 else 0, v.shape[3])
     for number in range(len(tokens)):
         launch(
-            lsh_forward_kernel, lambda tiles: (-(-q.shape[2] // tiles["BM"]) * told["items"],), FORWARD[kind(q, v)],
-            q, k, v, key_mask, tokens, entries, queries, low, end, ranks, running, out, lse, *strides(q, k, v, out),
-            round=number, **told,
-        )  # fmt: skip
+            lsh_forward_kernel,
+            lambda tiles: (-(-q.shape[2] // tiles["BM"]) * told["items"],),
+            FORWARD[kind(q, v)],
+            q,
+            k,
+            v,
+            key_mask,
+            tokens,
+            entries,
+            queries,
+            low,
+            end,
+            ranks,
+            running,
+            out,
+            lse,
+            *strides(q, k, v, out),
+            round=number,
+            **told,
+        )
     return out, lse
 
 
 def _empty_gradients(
-    grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, key_mask: Any, plan: Sequence[Tensor],
+    grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Any,
+    plan: Sequence[Tensor],
     *others: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     of_keys, of_values = (_running(x, plan[0].shape[3], x.shape[3]) for x in (k, v))
     return empty_rows(q, q.shape[3]), torch.empty_like(lse), of_keys, of_values
 
 
 @custom_op(_empty_gradients, flops=_flops_backward)
 def lsh_backward(
-    grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None,
-    plan: Sequence[Tensor], ranks: Tensor | None, own: str, width: int, scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    plan: Sequence[Tensor],
+    ranks: Tensor | None,
+    own: str,
+    width: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, and of the keys and values of entries where others than their own queries see them.
 
     Args:
@@ -170,19 +229,57 @@ def lsh_backward(
     # The first of them says what the second needs to know of each query.
     for number in range(len(tokens)):
         launch(
-            lsh_queries_kernel, lambda tiles: (-(-q.shape[2] // tiles["BM"]) * told["items"],), QUERIES[where],
-            q, k, v, key_mask, tokens, entries, queries, low, end, ranks, out, grad, lse, delta, running, dq,
-            *strides(q, k, v, out, grad, dq), round=number, **told,
-        )  # fmt: skip
+            lsh_queries_kernel,
+            lambda tiles: (-(-q.shape[2] // tiles["BM"]) * told["items"],),
+            QUERIES[where],
+            q,
+            k,
+            v,
+            key_mask,
+            tokens,
+            entries,
+            queries,
+            low,
+            end,
+            ranks,
+            out,
+            grad,
+            lse,
+            delta,
+            running,
+            dq,
+            *strides(q, k, v, out, grad, dq),
+            round=number,
+            **told,
+        )
     # Who sees something of a tile of ranks is found for tiles of one size.
     (one,) = KEYS[where]
     first, past = _observers(queries, low, end, tokens.shape[3], one.tiles["BN"])
     for number in range(len(tokens)):
         launch(
-            lsh_keys_kernel, (first.shape[3] * told["items"],), (one,),
-            q, k, v, tokens, entries, queries, low, end, ranks, first, past, grad, lse, delta, of_keys, of_values,
-            *strides(q, k, v, grad), round=number, **told,
-        )  # fmt: skip
+            lsh_keys_kernel,
+            (first.shape[3] * told["items"],),
+            (one,),
+            q,
+            k,
+            v,
+            tokens,
+            entries,
+            queries,
+            low,
+            end,
+            ranks,
+            first,
+            past,
+            grad,
+            lse,
+            delta,
+            of_keys,
+            of_values,
+            *strides(q, k, v, grad),
+            round=number,
+            **told,
+        )
     return dq, delta, of_keys, of_values
 
 

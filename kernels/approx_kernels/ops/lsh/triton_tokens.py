@@ -26,12 +26,51 @@ TOKENS = (cut(4, 1, BT=32),)
 
 @jit(do_not_specialize=LENGTHS)
 def lsh_tokens_kernel(
-    Q, K, V, KeyMask, Listed, Begins, dOut, Lse, Delta, dKeys, dValues, dK, dV,
-    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_n, dk_b, dk_h, dk_n, dv_b, dv_h, dv_n,
-    H, L, S, M, times, scale,
-    D: tl.constexpr, E: tl.constexpr, WIDE_D: tl.constexpr, WIDE_E: tl.constexpr,
-    ALWAYS: tl.constexpr, LAST: tl.constexpr, BT: tl.constexpr,
-):  # fmt: skip
+    Q,
+    K,
+    V,
+    KeyMask,
+    Listed,
+    Begins,
+    dOut,
+    Lse,
+    Delta,
+    dKeys,
+    dValues,
+    dK,
+    dV,
+    q_b,
+    q_h,
+    q_n,
+    k_b,
+    k_h,
+    k_n,
+    v_b,
+    v_h,
+    v_n,
+    g_b,
+    g_h,
+    g_n,
+    dk_b,
+    dk_h,
+    dk_n,
+    dv_b,
+    dv_h,
+    dv_n,
+    H,
+    L,
+    S,
+    M,
+    times,
+    scale,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    WIDE_D: tl.constexpr,
+    WIDE_E: tl.constexpr,
+    ALWAYS: tl.constexpr,
+    LAST: tl.constexpr,
+    BT: tl.constexpr,
+):
     """Gradients of BT keys and values: the sum over the entries of each, and what its own query gives it."""
     tiles = tl.cdiv(S, BT)
     item = tl.cast(tl.program_id(0) // tiles, tl.int64)
@@ -87,9 +126,20 @@ def _empty_tokens(
 
 @custom_op(_empty_tokens)
 def lsh_tokens(
-    grad: Tensor, lse: Tensor, delta: Tensor, of_keys: Tensor, of_values: Tensor, q: Tensor, k: Tensor, v: Tensor,
-    key_mask: Tensor | None, keys: Tensor, times: int, own: str, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    of_keys: Tensor,
+    of_values: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    keys: Tensor,
+    times: int,
+    own: str,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
     """Gradients of k and v: the sums over the entries of each token, in one order always, and what its own query adds.
 
     Args:
@@ -108,8 +158,25 @@ def lsh_tokens(
     edges = torch.arange(k.shape[2] + 1, dtype=torch.int32, device=k.device).expand(k.shape[0], -1).contiguous()
     begins = torch.searchsorted(key, edges, out_int32=True)
     launch(
-        lsh_tokens_kernel, lambda tiles: (-(-k.shape[2] // tiles["BT"]) * k.shape[0] * k.shape[1],), TOKENS,
-        q, k, v, key_mask, entries.int(), begins, grad, lse, delta, of_keys, of_values, dk, dv,
-        *strides(q, k, v, grad, dk, dv), times=times, **shared(q, k, v, own, scale), M=keys.shape[1],
-    )  # fmt: skip
+        lsh_tokens_kernel,
+        lambda tiles: (-(-k.shape[2] // tiles["BT"]) * k.shape[0] * k.shape[1],),
+        TOKENS,
+        q,
+        k,
+        v,
+        key_mask,
+        entries.int(),
+        begins,
+        grad,
+        lse,
+        delta,
+        of_keys,
+        of_values,
+        dk,
+        dv,
+        *strides(q, k, v, grad, dk, dv),
+        times=times,
+        **shared(q, k, v, own, scale),
+        M=keys.shape[1],
+    )
     return dk, dv

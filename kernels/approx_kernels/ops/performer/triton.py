@@ -40,9 +40,16 @@ def _fake_forward(
 
 
 def _flops_forward(
-    q: Sequence[int], k: Sequence[int], v: Sequence[int], rows: Sequence[int], offsets: Any, key_mask: Any, causal: bool, *_: Any,
+    q: Sequence[int],
+    k: Sequence[int],
+    v: Sequence[int],
+    rows: Sequence[int],
+    offsets: Any,
+    key_mask: Any,
+    causal: bool,
+    *_: Any,
     out_shape: Any = None,
-) -> int:  # fmt: skip
+) -> int:
     (length, size), keys, values, features = q[2:], k[2], v[3], rows[-2]
     count = features * (size + values) * (length + keys)
     if causal:
@@ -52,10 +59,21 @@ def _flops_forward(
 
 
 def _flops_backward(
-    grad: Any, out: Any, mu: Any, inverse: Any, rises: Any,
-    q: Sequence[int], k: Sequence[int], v: Sequence[int], rows: Sequence[int], offsets: Any, key_mask: Any, causal: bool, *_: Any,
+    grad: Any,
+    out: Any,
+    mu: Any,
+    inverse: Any,
+    rises: Any,
+    q: Sequence[int],
+    k: Sequence[int],
+    v: Sequence[int],
+    rows: Sequence[int],
+    offsets: Any,
+    key_mask: Any,
+    causal: bool,
+    *_: Any,
     out_shape: Any = None,
-) -> int:  # fmt: skip
+) -> int:
     (length, size), keys, values, features = q[2:], k[2], v[3], rows[-2]
     # Features once more for each sum and for each gradient.
     count = features * (length * (3 * size + 2 * values) + keys * (3 * size + 3 * values))
@@ -76,9 +94,17 @@ def _gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
 
 @custom_op(_fake_forward, flops=_flops_forward, backward=_gradients, save=_save)
 def performer_forward(
-    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, offsets: Tensor | None, key_mask: Tensor | None, causal: bool, whole: bool, kernel: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Tensor,
+    offsets: Tensor | None,
+    key_mask: Tensor | None,
+    causal: bool,
+    whole: bool,
+    kernel: str,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Launch the forward kernels.
 
     Args:
@@ -118,9 +144,21 @@ def _fake_backward(
 
 @custom_op(_fake_backward, flops=_flops_backward)
 def performer_backward(
-    grad: Tensor, out: Tensor, mu: Tensor, inverse: Tensor, rises: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, offsets: Tensor | None, key_mask: Tensor | None, causal: bool, kernel: str, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    out: Tensor,
+    mu: Tensor,
+    inverse: Tensor,
+    rises: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Tensor,
+    offsets: Tensor | None,
+    key_mask: Tensor | None,
+    causal: bool,
+    kernel: str,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the backward kernels: gradients of q, k and v; features and sums are computed again.
 
     Args:

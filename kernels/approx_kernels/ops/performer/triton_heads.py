@@ -65,10 +65,18 @@ def performer_prompt(
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, projection: Tensor, offsets: Tensor | None, kernel: str,
-    causal: bool, scale: float,
-    *, whole: bool = False,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    projection: Tensor,
+    offsets: Tensor | None,
+    kernel: str,
+    causal: bool,
+    scale: float,
+    *,
+    whole: bool = False,
+) -> tuple[Tensor, ...]:
     with without_autocast(q.device.type):
         q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k.to(q.dtype), v.to(q.dtype)))
         mask = None if key_mask is None else key_mask.contiguous().view(torch.uint8)

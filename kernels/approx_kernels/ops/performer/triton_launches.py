@@ -87,9 +87,16 @@ class Launches:
         self.shift = k.shape[2] - q.shape[2] if causal else 0
         self.skipped = self.shift // CHUNK[q.dtype]
         self._constants = {
-            **sizes(q, v), "CAUSAL": causal, "APART": rows.ndim == 3, "MAP": kernel, "NARROW": self.narrow, "PRECISION": precision(q),
-            "LOWEST": LOWEST, "FLOOR": FLOOR, "RISE": RISE,
-        }  # fmt: skip
+            **sizes(q, v),
+            "CAUSAL": causal,
+            "APART": rows.ndim == 3,
+            "MAP": kernel,
+            "NARROW": self.narrow,
+            "PRECISION": precision(q),
+            "LOWEST": LOWEST,
+            "FLOOR": FLOOR,
+            "RISE": RISE,
+        }
 
     def key_sums(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Sums over keys, and their tops."""
@@ -121,10 +128,21 @@ class Launches:
             return -(-grad.shape[2] // tiles["BT"])
 
         launch(
-            performer_shares_kernel, lambda tiles: (self.heads * count(tiles),), SHARES,
-            grad, out, inverse, c, share, *strides(grad, out), grad.shape[1], grad.shape[2], tiled=lambda tiles: {"segments": count(tiles)},
-            E=grad.shape[3], WIDE_E=power(grad.shape[3]),
-        )  # fmt: skip
+            performer_shares_kernel,
+            lambda tiles: (self.heads * count(tiles),),
+            SHARES,
+            grad,
+            out,
+            inverse,
+            c,
+            share,
+            *strides(grad, out),
+            grad.shape[1],
+            grad.shape[2],
+            tiled=lambda tiles: {"segments": count(tiles)},
+            E=grad.shape[3],
+            WIDE_E=power(grad.shape[3]),
+        )
         return c, share
 
     def query_gradients(
@@ -141,9 +159,15 @@ class Launches:
         self._write(performer_dq_kernel, self.q, self.skipped, given, key_sums[0], dq)
 
     def key_gradients(
-        self, query_sums: tuple[Tensor, Tensor], tops: Tensor | None, c: Tensor, kept: Sequence[Tensor], share: Tensor,
-        dk: Tensor, dv: Tensor,
-    ) -> None:  # fmt: skip
+        self,
+        query_sums: tuple[Tensor, Tensor],
+        tops: Tensor | None,
+        c: Tensor,
+        kept: Sequence[Tensor],
+        share: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+    ) -> None:
         """Write the gradients of keys and values."""
         mu, _, rises = kept
         sums, totals = query_sums
@@ -153,26 +177,66 @@ class Launches:
             self._write(performer_keys_kernel, self.k, 0, (*given, made), sums, made, WHAT=what, tops=slots)
 
     def sum_rows(
-        self, x: Tensor, z: Tensor, mask: Tensor | None, mu: Tensor | None, share: Tensor | None, tops: Tensor | None,
-        sums: Tensor, totals: Tensor, shift: int,
-    ) -> None:  # fmt: skip
+        self,
+        x: Tensor,
+        z: Tensor,
+        mask: Tensor | None,
+        mu: Tensor | None,
+        share: Tensor | None,
+        tops: Tensor | None,
+        sums: Tensor,
+        totals: Tensor,
+        shift: int,
+    ) -> None:
         """Write sums over each segment of rows x, which are keys and then write their tops, or queries with a `share`."""
         rows, count = self._segments(x)
         launch(
-            performer_sums_kernel, lambda tiles: (self.heads * count, -(-self.features // tiles["BM"])), self._cuts(SUMS),
-            x, z, self.rows, self.offsets, mask, mu, share, tops, sums, totals, *strides(x, z), self.apart,
-            H=x.shape[1], L=x.shape[2], M=self.features, shift=shift, rows=rows, segments=count, slots=sums.shape[2],
-            tops=0 if tops is None else tops.shape[2], root=self.root, **self._constants,
-        )  # fmt: skip
+            performer_sums_kernel,
+            lambda tiles: (self.heads * count, -(-self.features // tiles["BM"])),
+            self._cuts(SUMS),
+            x,
+            z,
+            self.rows,
+            self.offsets,
+            mask,
+            mu,
+            share,
+            tops,
+            sums,
+            totals,
+            *strides(x, z),
+            self.apart,
+            H=x.shape[1],
+            L=x.shape[2],
+            M=self.features,
+            shift=shift,
+            rows=rows,
+            segments=count,
+            slots=sums.shape[2],
+            tops=0 if tops is None else tops.shape[2],
+            root=self.root,
+            **self._constants,
+        )
 
     def _carry(self, sums: Tensor, totals: Tensor, tops: Tensor | None, first: Tensor | None, *, back: bool) -> None:
         if sums.shape[2] == 1:
             return
         launch(
-            performer_carry_kernel, lambda tiles: (self.heads, -(-self.features // tiles["BM"])), CARRY,
-            sums, totals, tops, first, self.features, sums.shape[2],
-            E=self.v.shape[3], WIDE_E=power(self.v.shape[3]), CAUSAL=self.causal, BACK=back, LOWEST=LOWEST,
-        )  # fmt: skip
+            performer_carry_kernel,
+            lambda tiles: (self.heads, -(-self.features // tiles["BM"])),
+            CARRY,
+            sums,
+            totals,
+            tops,
+            first,
+            self.features,
+            sums.shape[2],
+            E=self.v.shape[3],
+            WIDE_E=power(self.v.shape[3]),
+            CAUSAL=self.causal,
+            BACK=back,
+            LOWEST=LOWEST,
+        )
 
     def _first_logs(self) -> Tensor:
         """Logarithms of the first real key, [B, H, M]: all that every query with a key is sure to have seen."""
@@ -207,12 +271,24 @@ class Launches:
             return self._segments(x)[1] - skipped if self.causal else -(-x.shape[2] // tiles["BT"])
 
         launch(
-            kernel, lambda tiles: (self.heads * count(tiles), -(-made.shape[3] // tiles["BC"])),
+            kernel,
+            lambda tiles: (self.heads * count(tiles), -(-made.shape[3] // tiles["BC"])),
             self._cuts(CAUSAL if self.causal else PARALLEL),
-            *given, *strides(self.q, self.k, self.v, made), self.apart,
-            H=self.q.shape[1], L=self.q.shape[2], S=self.k.shape[2], M=self.features, shift=self.shift, skipped=self.skipped,
-            tiled=lambda tiles: {"segments": count(tiles)}, slots=sums.shape[2], root=self.root, **others, **self._constants,
-        )  # fmt: skip
+            *given,
+            *strides(self.q, self.k, self.v, made),
+            self.apart,
+            H=self.q.shape[1],
+            L=self.q.shape[2],
+            S=self.k.shape[2],
+            M=self.features,
+            shift=self.shift,
+            skipped=self.skipped,
+            tiled=lambda tiles: {"segments": count(tiles)},
+            slots=sums.shape[2],
+            root=self.root,
+            **others,
+            **self._constants,
+        )
 
     def _cuts(self, table: Mapping[str, tuple[Configuration, ...]]) -> tuple[Configuration, ...]:
         dtype, wide = str(self.q.dtype).removeprefix("torch."), max(self.q.shape[3], self.v.shape[3]) > 64

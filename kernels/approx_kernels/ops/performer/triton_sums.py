@@ -30,12 +30,47 @@ from approx_kernels.ops.performer.triton_tiles import (
 
 @jit(do_not_specialize=LENGTHS)
 def performer_sums_kernel(
-    X, Z, Rows, Offsets, KeyMask, Mu, Share, Tops, Sums, Totals,
-    x_b, x_h, x_n, z_b, z_h, z_n, r_h, H, L, M, shift, rows, segments, slots, tops, root,
-    D: tl.constexpr, E: tl.constexpr, WIDE_D: tl.constexpr, WIDE_E: tl.constexpr, CAUSAL: tl.constexpr, APART: tl.constexpr, MAP: tl.constexpr,
-    NARROW: tl.constexpr, PRECISION: tl.constexpr, LOWEST: tl.constexpr, FLOOR: tl.constexpr, RISE: tl.constexpr,
-    BT: tl.constexpr, BM: tl.constexpr,
-):  # fmt: skip
+    X,
+    Z,
+    Rows,
+    Offsets,
+    KeyMask,
+    Mu,
+    Share,
+    Tops,
+    Sums,
+    Totals,
+    x_b,
+    x_h,
+    x_n,
+    z_b,
+    z_h,
+    z_n,
+    r_h,
+    H,
+    L,
+    M,
+    shift,
+    rows,
+    segments,
+    slots,
+    tops,
+    root,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    WIDE_D: tl.constexpr,
+    WIDE_E: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    APART: tl.constexpr,
+    MAP: tl.constexpr,
+    NARROW: tl.constexpr,
+    PRECISION: tl.constexpr,
+    LOWEST: tl.constexpr,
+    FLOOR: tl.constexpr,
+    RISE: tl.constexpr,
+    BT: tl.constexpr,
+    BM: tl.constexpr,
+):
     """BM features of one segment of keys, relative to their largest there; with Share of queries, relative to the tops."""
     segment, line = tl.program_id(0) % segments, tl.cast(tl.program_id(0) // segments, tl.int64)
     left = tl.program_id(1) * BM
@@ -90,9 +125,19 @@ def performer_sums_kernel(
 
 @jit(do_not_specialize=LENGTHS)
 def performer_carry_kernel(
-    Sums, Totals, Tops, First, M, slots,
-    E: tl.constexpr, WIDE_E: tl.constexpr, CAUSAL: tl.constexpr, BACK: tl.constexpr, LOWEST: tl.constexpr, BM: tl.constexpr,
-):  # fmt: skip
+    Sums,
+    Totals,
+    Tops,
+    First,
+    M,
+    slots,
+    E: tl.constexpr,
+    WIDE_E: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BACK: tl.constexpr,
+    LOWEST: tl.constexpr,
+    BM: tl.constexpr,
+):
     """From sums of segments those of all segments before each, BACK behind each, in their places; behind all the last one.
 
     Only the last is written where nothing is CAUSAL. First, [G, M], are the logarithms that tops begin with.

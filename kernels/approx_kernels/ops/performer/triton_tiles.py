@@ -14,9 +14,22 @@ LENGTHS = ("H", "L", "S", "M", "shift", "rows", "segments", "slots", "tops", "sk
 
 @jit
 def inner(
-    made, X, x_start, x_n, x_there, Y, y_start, y_n, y_there,
-    SIZE: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr, XS: tl.constexpr, YS: tl.constexpr,
-):  # fmt: skip
+    made,
+    X,
+    x_start,
+    x_n,
+    x_there,
+    Y,
+    y_start,
+    y_n,
+    y_there,
+    SIZE: tl.constexpr,
+    WIDE: tl.constexpr,
+    NARROW: tl.constexpr,
+    PRECISION: tl.constexpr,
+    XS: tl.constexpr,
+    YS: tl.constexpr,
+):
     """Add to `made`, [XS, YS], the products of rows of X and rows of Y; as factors as they are where NARROW is None."""
     # Operands of all columns would take all registers; a loop that is not unrolled holds one slice of them.
     FULL: tl.constexpr = X.dtype.element_ty == tl.float32 if NARROW is None else not NARROW

@@ -11,9 +11,29 @@ LENGTHS = ("H", "L", "S", "first", "rows", "shift", "kept", "words")
 
 @jit(do_not_specialize=LENGTHS)
 def score_kernel(
-    Q, K, Scores, q_b, q_h, q_n, k_b, k_h, k_n, pitch, H, L, S, first, rows, shift, scale,
-    D: tl.constexpr, WIDE_D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
+    Q,
+    K,
+    Scores,
+    q_b,
+    q_h,
+    q_n,
+    k_b,
+    k_h,
+    k_n,
+    pitch,
+    H,
+    L,
+    S,
+    first,
+    rows,
+    shift,
+    scale,
+    D: tl.constexpr,
+    WIDE_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
     """Scores of BN keys at BM of the queries from `first` on; nothing where none of them sees one of the keys."""
     columns, tiles = tl.cdiv(S, BN), tl.cdiv(rows, BM)
     item = tl.cast(tl.program_id(0) // columns // tiles, tl.int64)
@@ -64,7 +84,7 @@ def _reach(Scores, KeyMask, held, until, least, BS: tl.constexpr, BW: tl.constex
 @jit(do_not_specialize=LENGTHS)
 def select_kernel(
     Scores, KeyMask, Top, Best, pitch, H, L, S, first, rows, shift, kept, BS: tl.constexpr, BW: tl.constexpr
-):  # fmt: skip
+):
     """The largest scores of one query and whose they are, in the order of the keys; -1 behind them. Of equal ones the last."""
     item, row = tl.cast(tl.program_id(0) // rows, tl.int64), tl.program_id(0) % rows
     until = tl.minimum(first + row + shift + 1, S)

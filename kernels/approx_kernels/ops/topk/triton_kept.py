@@ -10,9 +10,24 @@ from approx_kernels.ops.topk.triton_choice import LENGTHS
 
 @jit(do_not_specialize=LENGTHS)
 def attend_kernel(
-    V, Top, Best, Out, Lse, v_b, v_h, v_n, o_b, o_h, o_n, H, L, kept,
-    E: tl.constexpr, WIDE_E: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
+    V,
+    Top,
+    Best,
+    Out,
+    Lse,
+    v_b,
+    v_h,
+    v_n,
+    o_b,
+    o_h,
+    o_n,
+    H,
+    L,
+    kept,
+    E: tl.constexpr,
+    WIDE_E: tl.constexpr,
+    BK: tl.constexpr,
+):
     """The output of one query, and the log-sum-exp of the scores that it keeps, to the base 2."""
     line = tl.cast(tl.program_id(0), tl.int64)
     item, row, value = line // L, line % L, tl.arange(0, WIDE_E)
@@ -38,10 +53,39 @@ def attend_kernel(
 
 @jit(do_not_specialize=LENGTHS)
 def queries_kernel(
-    Q, K, V, dOut, Top, Lse, Delta, dQ,
-    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_n, dq_b, dq_h, dq_n, H, L, kept, scale,
-    D: tl.constexpr, E: tl.constexpr, WIDE_D: tl.constexpr, WIDE_E: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
+    Q,
+    K,
+    V,
+    dOut,
+    Top,
+    Lse,
+    Delta,
+    dQ,
+    q_b,
+    q_h,
+    q_n,
+    k_b,
+    k_h,
+    k_n,
+    v_b,
+    v_h,
+    v_n,
+    g_b,
+    g_h,
+    g_n,
+    dq_b,
+    dq_h,
+    dq_n,
+    H,
+    L,
+    kept,
+    scale,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    WIDE_D: tl.constexpr,
+    WIDE_E: tl.constexpr,
+    BK: tl.constexpr,
+):
     """The gradient of one query, and its output times the gradient of that."""
     line = tl.cast(tl.program_id(0), tl.int64)
     item, row, size, value = line // L, line % L, tl.arange(0, WIDE_D), tl.arange(0, WIDE_E)
@@ -94,12 +138,47 @@ def bits_kernel(Top, Bits, kept, words, BW: tl.constexpr, BK: tl.constexpr):
 
 @jit(do_not_specialize=LENGTHS)
 def keys_kernel(
-    Q, K, V, dOut, Lse, Delta, Bits, dK, dV,
-    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_n, dk_b, dk_h, dk_n, dv_b, dv_h, dv_n,
-    H, L, S, shift, words, scale,
-    D: tl.constexpr, E: tl.constexpr, WIDE_D: tl.constexpr, WIDE_E: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
+    Q,
+    K,
+    V,
+    dOut,
+    Lse,
+    Delta,
+    Bits,
+    dK,
+    dV,
+    q_b,
+    q_h,
+    q_n,
+    k_b,
+    k_h,
+    k_n,
+    v_b,
+    v_h,
+    v_n,
+    g_b,
+    g_h,
+    g_n,
+    dk_b,
+    dk_h,
+    dk_n,
+    dv_b,
+    dv_h,
+    dv_n,
+    H,
+    L,
+    S,
+    shift,
+    words,
+    scale,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    WIDE_D: tl.constexpr,
+    WIDE_E: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
     """Gradients of BN keys and values, 32 or 64; weights are held with the keys as rows, as the products want them."""
     tiles = tl.cdiv(S, BN)
     item, first = tl.cast(tl.program_id(0) // tiles, tl.int64), tl.program_id(0) % tiles * BN

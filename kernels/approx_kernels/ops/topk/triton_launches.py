@@ -50,8 +50,11 @@ class Launches:
         batch, heads, length, size = q.shape
         self.q, self.k, self.v, self.heads, self.scale = q, k, v, batch * heads, scale
         self._pairs: dict[str, Any] = {
-            "H": heads, "L": length, "S": k.shape[2], "shift": k.shape[2] - length if causal else ENDLESS
-        }  # fmt: skip
+            "H": heads,
+            "L": length,
+            "S": k.shape[2],
+            "shift": k.shape[2] - length if causal else ENDLESS,
+        }
         self._rows: dict[str, Any] = {"H": heads, "L": length, "kept": kept}
         self._value: dict[str, Any] = {"E": v.shape[3], "WIDE_E": power(v.shape[3])}
         self._size: dict[str, Any] = {"D": size, "WIDE_D": power(size)}
@@ -74,36 +77,75 @@ class Launches:
         """Those of the queries from `first` on, [B H, rows, S or a few more]."""
         rows, keys = scores.shape[1], self._pairs["S"]
         launch(
-            score_kernel, lambda tiles: (-(-rows // tiles["BM"]) * -(-keys // tiles["BN"]) * self.heads,),
+            score_kernel,
+            lambda tiles: (-(-rows // tiles["BM"]) * -(-keys // tiles["BN"]) * self.heads,),
             SCORES[kind(self.q, self.k)],
-            self.q, self.k, scores, *strides(self.q, self.k), pitch=scores.shape[2], first=first, rows=rows,
-            **self._pairs, scale=self.scale, **self._size, **self._precise,
-        )  # fmt: skip
+            self.q,
+            self.k,
+            scores,
+            *strides(self.q, self.k),
+            pitch=scores.shape[2],
+            first=first,
+            rows=rows,
+            **self._pairs,
+            scale=self.scale,
+            **self._size,
+            **self._precise,
+        )
 
     def select(self, scores: Tensor, first: int, key_mask: Tensor | None, top: Tensor, best: Tensor) -> None:
         """The largest of these."""
         rows, keys = scores.shape[1], self._pairs["S"]
         held = next((most for most in SELECT if keys <= most), max(SELECT))
         launch(
-            select_kernel, (self.heads * rows,), SELECT[held],
-            scores, key_mask, top, best, pitch=scores.shape[2], first=first, rows=rows, **self._pairs,
+            select_kernel,
+            (self.heads * rows,),
+            SELECT[held],
+            scores,
+            key_mask,
+            top,
+            best,
+            pitch=scores.shape[2],
+            first=first,
+            rows=rows,
+            **self._pairs,
             kept=self._rows["kept"],
-        )  # fmt: skip
+        )
 
     def outputs(self, top: Tensor, best: Tensor, out: Tensor, lse: Tensor) -> None:
         """Outputs, and log-sum-exps of what is kept."""
         launch(
-            attend_kernel, (lse.numel(),), KEPT[kind(self.v)],
-            self.v, top, best, out, lse, *strides(self.v, out), **self._rows, **self._value,
-        )  # fmt: skip
+            attend_kernel,
+            (lse.numel(),),
+            KEPT[kind(self.v)],
+            self.v,
+            top,
+            best,
+            out,
+            lse,
+            *strides(self.v, out),
+            **self._rows,
+            **self._value,
+        )
 
     def query_gradients(self, grad: Tensor, top: Tensor, lse: Tensor, delta: Tensor, dq: Tensor) -> None:
         """Those of the queries, and of each its output times the gradient of that."""
         given = self.q, self.k, self.v, grad
         launch(
-            queries_kernel, (lse.numel(),), KEPT[kind(self.q, self.v)],
-            *given, top, lse, delta, dq, *strides(*given, dq), **self._rows, scale=self.scale, **self._size, **self._value,
-        )  # fmt: skip
+            queries_kernel,
+            (lse.numel(),),
+            KEPT[kind(self.q, self.v)],
+            *given,
+            top,
+            lse,
+            delta,
+            dq,
+            *strides(*given, dq),
+            **self._rows,
+            scale=self.scale,
+            **self._size,
+            **self._value,
+        )
 
     def marks(self, top: Tensor) -> Tensor:
         """Which keys each query keeps, a bit for each in words of 32, [B, H, L, words]."""
@@ -111,16 +153,34 @@ class Launches:
         words = -(-self._pairs["S"] // 64) * 2
         bits = top.new_empty(*top.shape[:3], words)
         launch(
-            bits_kernel, lambda tiles: (bits[..., 0].numel() * -(-words // tiles["BW"]),), BITS,
-            top, bits, kept=top.shape[3], words=words,
-        )  # fmt: skip
+            bits_kernel,
+            lambda tiles: (bits[..., 0].numel() * -(-words // tiles["BW"]),),
+            BITS,
+            top,
+            bits,
+            kept=top.shape[3],
+            words=words,
+        )
         return bits
 
     def key_gradients(self, grad: Tensor, lse: Tensor, delta: Tensor, bits: Tensor, dk: Tensor, dv: Tensor) -> None:
         """Those of the keys and values."""
         given = self.q, self.k, self.v, grad
         launch(
-            keys_kernel, lambda tiles: (-(-self._pairs["S"] // tiles["BN"]) * self.heads,), KEYS[kind(self.q, self.v)],
-            *given, lse, delta, bits, dk, dv, *strides(*given, dk, dv), **self._pairs, words=bits.shape[3],
-            scale=self.scale, **self._size, **self._value, **self._precise,
-        )  # fmt: skip
+            keys_kernel,
+            lambda tiles: (-(-self._pairs["S"] // tiles["BN"]) * self.heads,),
+            KEYS[kind(self.q, self.v)],
+            *given,
+            lse,
+            delta,
+            bits,
+            dk,
+            dv,
+            *strides(*given, dk, dv),
+            **self._pairs,
+            words=bits.shape[3],
+            scale=self.scale,
+            **self._size,
+            **self._value,
+            **self._precise,
+        )

@@ -1,7 +1,10 @@
-"""Write a folder that every later version must load: python tests/checkpoints/golden.py NAME."""
+"""Write an archive of a folder that every later version must load: python tests/checkpoints/golden.py NAME."""
 
+import gzip
+import io
 import os
 import sys
+import tarfile
 import tempfile
 from pathlib import Path
 
@@ -15,7 +18,7 @@ from approx.planning.plan import Plan
 from approx_kernels.dispatch.implementation import implementation
 
 TESTS = Path(__file__).parents[1]
-GOLDEN = TESTS / "checkpoints" / "golden-slim"
+GOLDEN = TESTS / "checkpoints" / "golden"
 
 
 def main(name: str) -> None:
@@ -32,14 +35,27 @@ def main(name: str) -> None:
         os.chdir(scratch)
         BertForSequenceClassification(config).eval().save_pretrained("tiny-bert")
         tokenizer.save_pretrained("tiny-bert")
-        convert.convert("tiny-bert", GOLDEN / name, Plan.of("local", left=3, right=3))
+        folder = Path("folder")
+        convert.convert("tiny-bert", folder, Plan.of("local", left=3, right=3))
+        model = checkpoint.load(folder, offline=True).model
+        inputs = {"input_ids": torch.randint(5, len(tokenizer), (2, 40)), "attention_mask": torch.ones(2, 40).long()}
+        inputs["attention_mask"][1, 30:] = 0
+        with implementation("plain"), torch.inference_mode():
+            out = model(**inputs)[0]
+        save_file({**inputs, "output": out}, "expected.safetensors")
+        archive([Path("expected.safetensors"), *sorted(folder.iterdir())], GOLDEN / f"{name}.tar.gz")
         os.chdir(GOLDEN)
-    model = checkpoint.load(GOLDEN / name, offline=True).model
-    inputs = {"input_ids": torch.randint(5, len(tokenizer), (2, 40)), "attention_mask": torch.ones(2, 40).long()}
-    inputs["attention_mask"][1, 30:] = 0
-    with implementation("plain"), torch.inference_mode():
-        out = model(**inputs)[0]
-    save_file({**inputs, "output": out}, GOLDEN / f"{name}.safetensors")
+
+
+def archive(files: list[Path], target: Path) -> None:
+    """Pack files so that equal files give equal bytes."""
+    tar = io.BytesIO()
+    with tarfile.open(fileobj=tar, mode="w", format=tarfile.PAX_FORMAT) as writer:
+        for file in files:
+            entry = tarfile.TarInfo(file.as_posix())
+            entry.size = file.stat().st_size
+            writer.addfile(entry, io.BytesIO(file.read_bytes()))
+    target.write_bytes(gzip.compress(tar.getvalue(), mtime=0))
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
 import ast
 import os
 import re
-import shutil
 import subprocess
 import sys
+import tarfile
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -270,23 +270,32 @@ def test_with_trust_the_classes_of_an_installed_package_run_and_save_the_same_fo
     assert code(folders[0]) == code(folders[1]) == code(folders[2])
 
 
-GOLDEN = Path(__file__).parent / "golden-slim"
+@pytest.fixture
+def golden(tmp_path):
+    """Unpack a folder of an earlier version, of those that golden/README.md lists, and what it must compute."""
+
+    def unpacked(name):
+        with tarfile.open(Path(__file__).parent / "golden" / f"{name}.tar.gz") as archive:
+            archive.extractall(tmp_path / name, filter="data")
+        return tmp_path / name / "folder", load_file(tmp_path / name / "expected.safetensors")
+
+    return unpacked
 
 
 @pytest.mark.parametrize(("name", "auto"), [("first", "AutoModel"), ("second", "AutoModelForSequenceClassification")])
-def test_folders_of_earlier_versions_load_with_the_same_outputs(name, auto):
-    # Whatever breaks these breaks the folders that people have; `golden.py` wrote them.
-    stored = load_file(GOLDEN / f"{name}.safetensors")
+def test_folders_of_earlier_versions_load_with_the_same_outputs(name, auto, golden):
+    # Whatever breaks these breaks the folders that people have.
+    folder, stored = golden(name)
     inputs = {name: stored[name] for name in ("input_ids", "attention_mask")}
-    there = verify.first_outputs(GOLDEN / name, auto, [inputs])[0]
+    there = verify.first_outputs(folder, auto, [inputs])[0]
     torch.testing.assert_close(there, stored["output"], rtol=1e-5, atol=2e-6)
-    model = getattr(transformers, auto).from_pretrained(GOLDEN / name)
+    model = getattr(transformers, auto).from_pretrained(folder)
     with torch.inference_mode():
         assert difference([model(**inputs)[0]], [stored["output"]]) < 1e-5
 
 
-def test_folder_of_an_earlier_version_is_verified_and_reverted_without_its_code(tmp_path):
-    folder = shutil.copytree(GOLDEN / "second", tmp_path / "second")
+def test_folder_of_an_earlier_version_is_verified_and_reverted_without_its_code(golden, tmp_path):
+    folder, stored = golden("second")
     found = verify.verify(folder)
     checks = {check["name"]: check["passed"] for check in found["checks"]}
     # The code differs from that of this version, and no other file has a name that approx uses.
@@ -294,7 +303,7 @@ def test_folder_of_an_earlier_version_is_verified_and_reverted_without_its_code(
     assert False not in checks.values(), found["checks"]
     convert.revert(folder, tmp_path / "base")
     assert not [*(tmp_path / "base").glob("*.py")]
-    inputs = {name: x for name, x in load_file(GOLDEN / "second.safetensors").items() if name != "output"}
+    inputs = {name: x for name, x in stored.items() if name != "output"}
     model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
     converted = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in converted.state_dict().items())

@@ -79,9 +79,7 @@ def a_record(times: dict[tuple[str, int], float], scores: dict[tuple[str, int], 
             "examples": 200,
             "truncated": 2048 - length,
             "base": {"scores": {"accuracy": scores["exact", length]}, "interval": [0.8, 0.95]},
-            "variants": [
-                {"name": "local", "scores": {"accuracy": scores["local", length]}, "interval": [-0.02, 0.01]},
-            ],
+            "variants": [{"name": "local", "scores": {"accuracy": scores["local", length]}, "interval": [-0.02, 0.01]}],
         }
         for length in (512, 2048)
     ]

@@ -103,16 +103,7 @@ def plan(
     options.check_output(output, force)
     prediction = api.plan(model, chosen, counted, revision=revision, offline=offline, merge_adapter=merge_adapter)
     costs = table(
-        [
-            "tokens",
-            "GFLOP outside",
-            "GFLOP exact",
-            "GFLOP planned",
-            "MB exact",
-            "MB planned",
-            "predicted",
-            "ceiling",
-        ],
+        ["tokens", "GFLOP outside", "GFLOP exact", "GFLOP planned", "MB exact", "MB planned", "predicted", "ceiling"],
         [
             [
                 wording.length(str(cost["length"]), cost["seconds"]),

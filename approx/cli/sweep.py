@@ -38,8 +38,7 @@ def sweep(
         Path | None, typer.Option("--output", "-o", help="Folder of the sweep. Default: runs/NAME.")
     ] = None,
     executor: Annotated[
-        str,
-        typer.Option(help="local (processes on this machine) or submitit (SLURM).", rich_help_panel="Machine"),
+        str, typer.Option(help="local (processes on this machine) or submitit (SLURM).", rich_help_panel="Machine")
     ] = "local",
     jobs: Annotated[
         int | None,

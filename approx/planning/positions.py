@@ -161,8 +161,7 @@ def extendable(config: Any, architecture: str, length: int) -> int:
     before = limit(config)
     if before is None:
         raise ApproxError(
-            f"{architecture} has no position table and accepts any length. Leave out --max-length.",
-            Exit.UNSUPPORTED,
+            f"{architecture} has no position table and accepts any length. Leave out --max-length.", Exit.UNSUPPORTED
         )
     _table(config)
     if length <= before:

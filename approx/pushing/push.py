@@ -187,14 +187,7 @@ def _pinned(hub: Remote, state: RemoteState, checked: Checked, staged: Path, pub
 
 
 def _upload(
-    hub: Remote,
-    state: RemoteState,
-    checked: Checked,
-    staged: Path,
-    changes: Changes,
-    *,
-    public: bool,
-    create_pr: bool,
+    hub: Remote, state: RemoteState, checked: Checked, staged: Path, changes: Changes, *, public: bool, create_pr: bool
 ) -> Upload:
     notes = checked.notes + unlicensed(staged)
     if state.exists and state.private and public:

@@ -80,8 +80,18 @@ def test_each_step_names_the_next(base, converted, tmp_path):
     answer = call(*plan, "-m", "local", "--set", "left=3", "--layers", "0", "--recompute")
     words = shlex.split(answer.err.partition("Next: approx ")[2])
     assert words == [
-        "convert", str(base), "-m", "local", "--layers", "0", "--set", "left=3", "--recompute", "-o", "converted"
-    ]  # fmt: skip
+        "convert",
+        str(base),
+        "-m",
+        "local",
+        "--layers",
+        "0",
+        "--set",
+        "left=3",
+        "--recompute",
+        "-o",
+        "converted",
+    ]
     # What is named works.
     answer = call(*words)
     assert (answer.code, "Next: approx evaluate converted --task NAME" in answer.err) == (0, True), answer
@@ -90,7 +100,10 @@ def test_each_step_names_the_next(base, converted, tmp_path):
     assert "Next" not in call(*plan, "-m", "local", "--quiet").err
 
 
-@pytest.mark.parametrize("command", ["mechanisms", "tasks", "inspect", "plan", "convert", "revert", "evaluate", "bench", "report", "run", "doctor"])  # fmt: skip
+@pytest.mark.parametrize(
+    "command",
+    ["mechanisms", "tasks", "inspect", "plan", "convert", "revert", "evaluate", "bench", "report", "run", "doctor"],
+)
 def test_help_shows_examples_and_defaults(command):
     answer = call(command, "--help")
     assert answer.code == 0

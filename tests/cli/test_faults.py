@@ -18,15 +18,30 @@ COMMANDS = {
     "convert": (("convert", "base", "-m", "local", "--set", "left=2", "--set", "right=2", "--force"), "-o", "out"),
     "revert": (("revert", "converted", "--force"), "-o", "out"),
     "finetune": (
-        ("finetune", "converted", "--task", "glue/sst2", "--data", "SST-2", "--recover", "task", "--steps", "2", "--force"),
-        "-o", "out",
+        (
+            "finetune",
+            "converted",
+            "--task",
+            "glue/sst2",
+            "--data",
+            "SST-2",
+            "--recover",
+            "task",
+            "--steps",
+            "2",
+            "--force",
+        ),
+        "-o",
+        "out",
     ),
     "evaluate": (("evaluate", "converted", "--task", "glue/sst2", "--data", "SST-2", "--force"), "-o", "out/q.json"),
     "report": (("report", "record.json"), "-o", "out"),
     "push": (
-        ("push", "converted", "me/model", "--record", "record.json", "--offline", "--force", "--dry-run"), "-o", "out",
+        ("push", "converted", "me/model", "--record", "record.json", "--offline", "--force", "--dry-run"),
+        "-o",
+        "out",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture

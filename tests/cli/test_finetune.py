@@ -35,18 +35,7 @@ def study(tmp_path_factory) -> Path:
 
 
 def words_of(study: Path, *more: object) -> list[str]:
-    usual = [
-        "--task",
-        "glue/sst2",
-        "--data",
-        study / "SST-2",
-        "--steps",
-        "6",
-        "--batch-size",
-        "8",
-        "--device",
-        "cpu",
-    ]
+    usual = ["--task", "glue/sst2", "--data", study / "SST-2", "--steps", "6", "--batch-size", "8", "--device", "cpu"]
     return ["finetune", str(study / "converted"), *map(str, [*usual, *more])]
 
 

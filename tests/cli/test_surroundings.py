@@ -91,8 +91,21 @@ def test_a_clock_that_goes_backwards_changes_nothing(base, converted, data, tmp_
     rows = (data / "dev.tsv").read_text("utf-8")
     Path("train.tsv").write_text(rows, encoding="utf-8")
     answer = call(
-        "finetune", converted, "-o", "healed", "--task", "glue/sst2", "--data", "train.tsv", "--recover", "task",
-        "--steps", "4", "--time-budget", "10m", "--json",
-    )  # fmt: skip
+        "finetune",
+        converted,
+        "-o",
+        "healed",
+        "--task",
+        "glue/sst2",
+        "--data",
+        "train.tsv",
+        "--recover",
+        "task",
+        "--steps",
+        "4",
+        "--time-budget",
+        "10m",
+        "--json",
+    )
     assert answer.code == Exit.OK, answer
     assert [0 < phase["seconds"] < 600 for phase in answer.json["phases"]] == [True]

@@ -68,12 +68,7 @@ def poisoned(monkeypatch):
     monkeypatch.setattr(torch, "empty_like", full(torch.empty_like))
 
 
-KINDS = {
-    "dense": {},
-    "causal": {"right": 0},
-    "window": {"left": 9, "right": 3},
-    "before itself": {"right": -1},
-}
+KINDS = {"dense": {}, "causal": {"right": 0}, "window": {"left": 9, "right": 3}, "before itself": {"right": -1}}
 
 
 @pytest.mark.parametrize("name", KINDS)

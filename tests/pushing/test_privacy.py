@@ -19,16 +19,33 @@ FORMS = [
     *("gl" + kind + "-" + LETTERS[:20] for kind in ("pat", "dt", "rt", "cbt", "ptt", "soat", "ft", "imt", "agent")),
     *("xox" + kind + "-" + LETTERS[:10] for kind in "abeoprs"),
     *("xapp" + "-1-" + LETTERS[:10], "hooks.slack.com/" + "workflows/" + LETTERS[:20]),
-    *("sk" + "-" + LETTERS[:20], "rk" + "_test_" + LETTERS[:10], "sk" + "_live_" + LETTERS[:10], "whsec" + "_" + LETTERS[:20]),
+    *(
+        "sk" + "-" + LETTERS[:20],
+        "rk" + "_test_" + LETTERS[:10],
+        "sk" + "_live_" + LETTERS[:10],
+        "whsec" + "_" + LETTERS[:20],
+    ),
     *(start + "0123456789ABCDEF" for start in ("AKIA", "ASIA", "ABIA", "ACCA")),
     *("AWS my secret: " + LETTERS, "AIza" + LETTERS[:35], "ya29" + "." + LETTERS[:20], "GOCSPX" + "-" + LETTERS[:20]),
-    *("AccountKey" + "=" + LETTERS[:20], "SharedAccessKey" + "=" + LETTERS[:20], "SharedAccessSignature" + "=" + LETTERS[:20]),
+    *(
+        "AccountKey" + "=" + LETTERS[:20],
+        "SharedAccessKey" + "=" + LETTERS[:20],
+        "SharedAccessSignature" + "=" + LETTERS[:20],
+    ),
     *("?sig" + "=" + LETTERS[:30], "&sig" + "=" + LETTERS[:30], (LETTERS * 3)[:86] + "==", "npm" + "_" + LETTERS[:30]),
-    *("pypi" + "-AgE" + LETTERS[:10], "pypi" + "-" + (LETTERS * 2)[:50], "SG" + "." + LETTERS[:16] + "." + LETTERS[:16]),
+    *(
+        "pypi" + "-AgE" + LETTERS[:10],
+        "pypi" + "-" + (LETTERS * 2)[:50],
+        "SG" + "." + LETTERS[:16] + "." + LETTERS[:16],
+    ),
     *("12345678" + ":AA" + LETTERS[:33], "dop" + "_v1_" + DIGITS[:40], "dapi" + DIGITS[:32]),
-    *("eyJ" + LETTERS[:8] + ".eyJ" + LETTERS[:8] + ".", "-----BEGIN " + "PRIVATE KEY-----", "PuTTY-User-Key-File" + "-3"),
+    *(
+        "eyJ" + LETTERS[:8] + ".eyJ" + LETTERS[:8] + ".",
+        "-----BEGIN " + "PRIVATE KEY-----",
+        "PuTTY-User-Key-File" + "-3",
+    ),
     *("mysql://ada" + ":x@example.org", LETTERS),
-]  # fmt: skip
+]
 
 
 def found_in(tmp_path, text, name="some.json", here=NOTHING, known=""):
@@ -51,11 +68,24 @@ def test_secrets_are_known_by_their_form(tmp_path, secret):
 @pytest.mark.parametrize(
     "text",
     [
-        "hf" + "_" + LETTERS[:19], "xox" + "c-" + LETTERS, "sk" + "-" + LETTERS[:19], "XAKIA0123456789ABCDEF", "AKIA0123456789ABCDEFG",
-        "task-" + "sk" + "-" + LETTERS, LETTERS[:39], LETTERS.lower(), "https://example.org/a:b@c", "http://example.org",
-        "an aBcD " * 9, "dapi" + DIGITS[:31], "https://example.org/home/ada/x", "owner/name/file", "1/2/3", "and/or/both",
+        "hf" + "_" + LETTERS[:19],
+        "xox" + "c-" + LETTERS,
+        "sk" + "-" + LETTERS[:19],
+        "XAKIA0123456789ABCDEF",
+        "AKIA0123456789ABCDEFG",
+        "task-" + "sk" + "-" + LETTERS,
+        LETTERS[:39],
+        LETTERS.lower(),
+        "https://example.org/a:b@c",
+        "http://example.org",
+        "an aBcD " * 9,
+        "dapi" + DIGITS[:31],
+        "https://example.org/home/ada/x",
+        "owner/name/file",
+        "1/2/3",
+        "and/or/both",
     ],
-)  # fmt: skip
+)
 def test_what_only_looks_like_a_secret_or_a_path_is_none(tmp_path, text):
     assert found_in(tmp_path, text) == []
     assert not is_private(text, NOTHING)
@@ -76,10 +106,19 @@ def test_a_vocabulary_may_hold_any_word_but_no_secret(tmp_path, name):
 @pytest.mark.parametrize(
     ("variable", "secret"),
     [
-        ("MY_TOKEN", True), ("my_token", True), ("CLIENT_SECRET", True), ("DB_PASSWORD", True), ("PASSWD", True), ("API_KEY", True),
-        ("MYAPIKEY", True), ("AWS_CREDENTIALS", True), ("TOKENIZERS_PARALLELISM", False), ("KEYBOARD", False), ("EDITOR", False),
+        ("MY_TOKEN", True),
+        ("my_token", True),
+        ("CLIENT_SECRET", True),
+        ("DB_PASSWORD", True),
+        ("PASSWD", True),
+        ("API_KEY", True),
+        ("MYAPIKEY", True),
+        ("AWS_CREDENTIALS", True),
+        ("TOKENIZERS_PARALLELISM", False),
+        ("KEYBOARD", False),
+        ("EDITOR", False),
     ],
-)  # fmt: skip
+)
 def test_values_of_variables_that_are_named_as_secrets_are_secret(monkeypatch, variable, secret):
     monkeypatch.setenv(variable, "12345678")
     assert ("12345678" in private_here().secrets) is secret
@@ -96,9 +135,12 @@ def test_values_of_variables_that_are_named_as_secrets_are_secret(monkeypatch, v
         # Names that everybody has say nothing, nor do letters; `/root` is no folder of one user.
         ("root", "app", "/root", (), ()),
         ("Ubuntu", "ab", f"{HOME}/ubuntu", (), (f"{HOME}/ubuntu",)),
-        *((name, name, f"{HOME}/{name}", (), (f"{HOME}/{name}",)) for name in ("user", "users", "admin", "debian", "runner", "nobody", "docker", "jovyan")),
+        *(
+            (name, name, f"{HOME}/{name}", (), (f"{HOME}/{name}",))
+            for name in ("user", "users", "admin", "debian", "runner", "nobody", "docker", "jovyan")
+        ),
     ],
-)  # fmt: skip
+)
 def test_names_and_the_home_of_this_user_are_private(monkeypatch, user, host, home, names, folders):
     monkeypatch.setattr(privacy.getpass, "getuser", lambda: user)
     monkeypatch.setattr(privacy.socket, "gethostname", lambda: host)
@@ -120,10 +162,18 @@ def test_a_user_without_a_name_is_no_error(monkeypatch):
 @pytest.mark.parametrize(
     "path",
     [
-        *(f"/{folder}/ada/x" for folder in ("home", "Users", "Volumes", "root", "mnt", "media", "opt", "private", "scratch", "srv", "tmp", "var", "work", "workspace")),
-        "file:///data/x", "file:/data/x", "D:/Users/ada/x", "c:/home/ada", "~/data/x", "C:\\data\\my model",
+        *(
+            f"/{folder}/ada/x"
+            for folder in "home Users Volumes root mnt media opt private scratch srv tmp var work workspace".split()
+        ),
+        "file:///data/x",
+        "file:/data/x",
+        "D:/Users/ada/x",
+        "c:/home/ada",
+        "~/data/x",
+        "C:\\data\\my model",
     ],
-)  # fmt: skip
+)
 def test_paths_of_a_machine_are_found_and_keep_their_last_part(tmp_path, path):
     for text in (path, f"see {path}", f"({path})"):
         (found,) = found_in(tmp_path, text, "some.md")
@@ -171,8 +221,7 @@ def test_typed_commands_are_found_at_any_depth_and_go(tmp_path, key):
 
 
 @pytest.mark.parametrize(
-    "key",
-    ["_name_or_path", "name_or_path", "tokenizer_file", "vocab_file", "merges_file", "special_tokens_map_file"],
+    "key", ["_name_or_path", "name_or_path", "tokenizer_file", "vocab_file", "merges_file", "special_tokens_map_file"]
 )
 def test_origins_are_left_out_where_they_are_places_here(key):
     for place in ("/data/bert", "~/bert", "./bert", "../bert", "C:/Users/ada/bert"):
@@ -199,8 +248,9 @@ def test_a_find_names_its_line_and_each_once(tmp_path):
     here = Private((), (), ("mallory",))
     text = f"one\nby mallory and mallory\n{FORMS[0]} {FORMS[1]}\n"
     assert found_in(tmp_path, text, "a/some.md", here) == [
-        "a/some.md, line 2: the name mallory", "a/some.md, line 3: a secret",
-    ]  # fmt: skip
+        "a/some.md, line 2: the name mallory",
+        "a/some.md, line 3: a secret",
+    ]
     # A name of a file is as public as what it holds.
     assert found_in(tmp_path, "fine", "of-mallory/%6dallory.md", here) == [
         "of-mallory/%6dallory.md: its name holds the name mallory"

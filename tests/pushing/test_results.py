@@ -22,19 +22,30 @@ RECEIPT, OTHER = (
 def variant(name: str, scores: dict[str, float], verdict: str = "no loss", **more: Any) -> dict[str, Any]:
     first = next(iter(scores))
     return {
-        "name": name, "scores": scores, "difference": round(scores[first] - 0.9, 4), "interval": [-0.04, 0.0], "margin": 0.05,
-        "verdict": verdict, **more,
-    }  # fmt: skip
+        "name": name,
+        "scores": scores,
+        "difference": round(scores[first] - 0.9, 4),
+        "interval": [-0.04, 0.0],
+        "margin": 0.05,
+        "verdict": verdict,
+        **more,
+    }
 
 
 def quality(task: str = "glue/sst2", split: str = "dev", verdict: str = "no loss", **scores: Any) -> dict[str, Any]:
     own = scores or {"accuracy": 0.875}
     first = next(iter(own))
     return {
-        "task": task, "split": split, "examples": 40, "subset": False, "truncated": 0, "metric": first, "outputs": None,
+        "task": task,
+        "split": split,
+        "examples": 40,
+        "subset": False,
+        "truncated": 0,
+        "metric": first,
+        "outputs": None,
         "base": {"scores": {name: round(value + 0.025, 4) for name, value in own.items()}, "interval": [0.8, 0.95]},
         "variants": [variant("other", dict.fromkeys(own, 0.5)), variant("mine", own, verdict)],
-    }  # fmt: skip
+    }
 
 
 def speed(length: int, ratio: float, interval: tuple[float, float]) -> dict[str, Any]:
@@ -42,15 +53,28 @@ def speed(length: int, ratio: float, interval: tuple[float, float]) -> dict[str,
         low, high = interval
         verdict = "faster" if low > 1 else "slower" if high < 1 else "no clear gain"
         return {
-            "name": name, "median_ms": 10 / ratio, "peak_mb": 1.0, "status": "ok", "samples": 9, "ratio": ratio,
-            "interval": [low, high], "verdict": verdict,
-        }  # fmt: skip
+            "name": name,
+            "median_ms": 10 / ratio,
+            "peak_mb": 1.0,
+            "status": "ok",
+            "samples": 9,
+            "ratio": ratio,
+            "interval": [low, high],
+            "verdict": verdict,
+        }
 
     return {
-        "device": "cpu", "dtype": "float32", "threads": 1, "batch": 1, "length": length, "mode": "forward", "inputs": "synthetic",
-        "baseline": "sdpa", "base": {"median_ms": 10.0, "peak_mb": 1.0, "status": "ok", "samples": 9},
+        "device": "cpu",
+        "dtype": "float32",
+        "threads": 1,
+        "batch": 1,
+        "length": length,
+        "mode": "forward",
+        "inputs": "synthetic",
+        "baseline": "sdpa",
+        "base": {"median_ms": 10.0, "peak_mb": 1.0, "status": "ok", "samples": 9},
         "variants": [row("other", 3.0, (2.9, 3.1)), row("mine", ratio, interval)],
-    }  # fmt: skip
+    }
 
 
 def written(
@@ -58,17 +82,36 @@ def written(
 ) -> Path:
     names = ("other", "mine")
     data = {
-        "schema": 1, "title": "t", "notice": None, "command": "", "seed": 0, "recipe": None,
+        "schema": 1,
+        "title": "t",
+        "notice": None,
+        "command": "",
+        "seed": 0,
+        "recipe": None,
         "checkpoint": {
-            "name": "base", "revision": None, "weights_sha256": None, "family": "bert", "parameters": 9, "layers": 2, "positions": 32,
+            "name": "base",
+            "revision": None,
+            "weights_sha256": None,
+            "family": "bert",
+            "parameters": 9,
+            "layers": 2,
+            "positions": 32,
         },
         "variants": [
-            {"name": name, "layers": [], "verified": True, "receipt": None if one is None else one.model_dump(mode="json")}
+            {
+                "name": name,
+                "layers": [],
+                "verified": True,
+                "receipt": None if one is None else one.model_dump(mode="json"),
+            }
             for name, one in zip(names, receipts, strict=True)
         ],
-        "quality": list(quality), "speed": list(speed), "crossover": [], "trainings": [],
+        "quality": list(quality),
+        "speed": list(speed),
+        "crossover": [],
+        "trainings": [],
         "environment": {"processor": "a CPU", "cores": 4, "torch": "2.9", "transformers": "5.0"},
-    }  # fmt: skip
+    }
     record.save(path, record_of(data))
     return path
 
@@ -190,12 +233,15 @@ def test_a_record_of_another_folder_is_refused(tmp_path):
 
 def test_a_card_with_scores_of_two_records_has_each_once(tmp_path):
     paths = [
-        written(tmp_path / "a.json", [quality()]), written(tmp_path / "b.json", [quality("squad", answer_f1=0.5), quality("lm", perplexity=9.0)]),
-    ]  # fmt: skip
+        written(tmp_path / "a.json", [quality()]),
+        written(tmp_path / "b.json", [quality("squad", answer_f1=0.5), quality("lm", perplexity=9.0)]),
+    ]
     made = results_of(paths, RECEIPT, None)
     assert [(one.dataset_type, one.metric_type, one.metric_value) for one in made.evaluations] == [
-        ("nyu-mll/glue", "accuracy", 0.875), ("rajpurkar/squad", "f1", 0.5), ("lm", "perplexity", 9.0),
-    ]  # fmt: skip
+        ("nyu-mll/glue", "accuracy", 0.875),
+        ("rajpurkar/squad", "f1", 0.5),
+        ("lm", "perplexity", 9.0),
+    ]
     assert made.datasets == ["nyu-mll/glue", "rajpurkar/squad"]
     assert made.metrics == ["accuracy", "f1", "perplexity"]
     assert [section["file"] for section in made.sections] == ["a.json", "b.json"]

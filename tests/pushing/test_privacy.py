@@ -164,7 +164,22 @@ def test_a_user_without_a_name_is_no_error(monkeypatch):
     [
         *(
             f"/{folder}/ada/x"
-            for folder in "home Users Volumes root mnt media opt private scratch srv tmp var work workspace".split()
+            for folder in [
+                "home",
+                "Users",
+                "Volumes",
+                "root",
+                "mnt",
+                "media",
+                "opt",
+                "private",
+                "scratch",
+                "srv",
+                "tmp",
+                "var",
+                "work",
+                "workspace",
+            ]
         ),
         "file:///data/x",
         "file:/data/x",

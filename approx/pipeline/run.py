@@ -548,7 +548,7 @@ def measured(outcome: Outcome) -> Record:
     Raises:
         ApproxError: if it is not a record.
     """
-    return record.validated(outcome["result"], f"The outcome of '{outcome['name']}'", Exit.INTERNAL)
+    return record.validated(outcome.result, f"The outcome of '{outcome.name}'", Exit.INTERNAL)
 
 
 def _labels(conversions: Conversions) -> str:
@@ -706,8 +706,8 @@ def run(
         for stage in pushes.stages():
             outcome = last.get(stage.key) or study.store.read(stage)
             assert outcome is not None  # it was computed now or is stored
-            pushed(outcome["result"])
-        return made[stages.report.key]["result"]
+            pushed(outcome.result)
+        return made[stages.report.key].result
 
 
 class _Stages(NamedTuple):
@@ -758,7 +758,7 @@ def _report(study: Study, recipe: Recipe, folders: Conversions, parts: list[Stag
         quality=[entry for result in results for entry in result.quality],
         speed=[row for result in results for row in result.speed],
         trainings=[
-            Trained(**outcome["result"])
+            Trained(**outcome.result)
             for one in folders.values()
             if one.noun == "training" and (outcome := study.store.read(one))
         ],

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from multiprocessing import get_context
@@ -246,8 +246,34 @@ def _parent(package: str) -> Path:
 
 
 SCHEMA = 3
-Outcome = dict[str, Any]
 _KEYS = {"schema", "key", "name", "status", "result", "product", "error", "exit_code"}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a stage came to.
+
+    Attributes:
+        key: The key of the stage.
+        name: Its name.
+        status: `done` or `failed`.
+        result: What it returned.
+        product: Hash of its product.
+        error: Why it failed.
+        exit_code: The exit code of that.
+        seconds: How long it took.
+        traceback: Where an unexpected error was raised.
+    """
+
+    key: str
+    name: str
+    status: str = "done"
+    result: Any = None
+    product: str | None = None
+    error: str | None = None
+    exit_code: int = 0
+    seconds: float | None = None
+    traceback: str | None = None
 
 
 @dataclass(frozen=True)
@@ -264,7 +290,6 @@ class Stage:
         alone: Whether nothing may run in parallel, because it is timed.
         noun: The kind of stage, for errors of stages that depend on it.
         kept: Whether to store its outcome; otherwise it is computed every time.
-        about: Further data for the caller; nothing depends on it.
     """
 
     name: str
@@ -275,7 +300,6 @@ class Stage:
     alone: bool = False
     noun: str = "evaluation"
     kept: bool = True
-    about: dict[str, Any] = field(default_factory=dict)
 
 
 def stage_key(kind: str, *parts: Any) -> str:
@@ -290,38 +314,36 @@ class Store:
         self.out, self.folder = out, out / "stages"
 
     def read(self, stage: Stage) -> Outcome | None:
-        """The outcome of a stage; None if it was not computed or its file is damaged.
-
-        Returns:
-            `status` (`done` or `failed`), `result`, `error`, `exit_code`, `seconds`, and the key and name of the stage.
-        """
-        outcome = _outcome(self._file(stage))
-        return outcome if outcome and (outcome["schema"], outcome["key"]) == (SCHEMA, stage.key) else None
+        """The outcome of a stage; None if it was not computed or its file is damaged."""
+        stored = _stored(self._file(stage))
+        if stored is None or (stored.pop("schema"), stored["key"]) != (SCHEMA, stage.key):
+            return None
+        return Outcome(**stored)
 
     def begun(self) -> bool:
         """Whether there is the outcome of any stage, also one of an earlier version."""
-        return any(_outcome(file) is not None for file in self.folder.glob("*.json"))
+        return any(_stored(file) is not None for file in self.folder.glob("*.json"))
 
     def state(self, stage: Stage) -> str:
         """`done`, `failed` or `missing`."""
         outcome = self.read(stage)
         if outcome is None:
             return "missing"
-        whole = stage.product is None or outcome["product"] == _hash(stage.product) is not None
-        return "missing" if outcome["status"] == "done" and not whole else outcome["status"]
+        whole = stage.product is None or outcome.product == _hash(stage.product) is not None
+        return "missing" if outcome.status == "done" and not whole else outcome.status
 
-    def keep(self, stage: Stage, status: str = "done", **more: Any) -> Outcome:
+    def keep(self, stage: Stage, **more: Any) -> Outcome:
         """Store the outcome of a stage.
 
         Raises:
             ApproxError: if the result is not plain data.
         """
-        outcome = {"schema": SCHEMA, "key": stage.key, "name": stage.name, "status": status, "result": None}
-        outcome |= {"product": _hash(stage.product), "error": None, "exit_code": 0, **more}
+        outcome = Outcome(stage.key, stage.name, product=_hash(stage.product), **more)
         try:
             if stage.kept:
-                text = json.dumps(outcome, allow_nan=False)
-                write_whole(self._file(stage), json.dumps({**outcome, "sha256": fingerprint(json.loads(text))}))
+                stored = {"schema": SCHEMA, **vars(outcome)}
+                text = json.dumps(stored, allow_nan=False)
+                write_whole(self._file(stage), json.dumps({**stored, "sha256": fingerprint(json.loads(text))}))
         except (TypeError, ValueError) as error:
             raise ApproxError(f"The result of '{stage.name}' cannot be stored: {error}.", Exit.INTERNAL) from None
         return outcome
@@ -329,23 +351,23 @@ class Store:
     def keep_failure(self, stage: Stage, error: BaseException) -> Outcome:
         """Store the error of a failed stage; the next run tries it again."""
         if isinstance(error, ApproxError):
-            return self.keep(stage, "failed", error=str(error), exit_code=error.exit_code)
+            return self.keep(stage, status="failed", error=str(error), exit_code=error.exit_code)
         message = f"{type(error).__name__}: {' '.join(str(error).split())}"
         trace = "".join(traceback.format_exception(error))
-        return self.keep(stage, "failed", error=message, exit_code=Exit.INTERNAL, traceback=trace)
+        return self.keep(stage, status="failed", error=message, exit_code=Exit.INTERNAL, traceback=trace)
 
     def _file(self, stage: Stage) -> Path:
         return self.folder / f"{stage.key}.json"
 
 
-def _outcome(file: Path) -> Outcome | None:
+def _stored(file: Path) -> dict[str, Any] | None:
     try:
-        outcome = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(outcome, dict) or not outcome.keys() >= _KEYS or outcome["status"] not in ("done", "failed"):
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(stored, dict) or not stored.keys() >= _KEYS or stored["status"] not in ("done", "failed"):
             return None
         # An earlier version, whose outcomes are only recognised, kept no hash.
-        known = outcome.pop("sha256", None)
-        return outcome if outcome["schema"] != SCHEMA or known == fingerprint(outcome) else None
+        known = stored.pop("sha256", None)
+        return stored if stored["schema"] != SCHEMA or known == fingerprint(stored) else None
     except (OSError, ValueError, RecursionError):
         return None
 
@@ -381,7 +403,7 @@ def complete(
             del waiting[stage.key]
             if lost := next((one for one in stage.inputs if one.key in failed), None):
                 why = failed[lost.key]
-                error = ApproxError(f"Its {lost.noun} failed: {why['error']}", Exit(why["exit_code"]))
+                error = ApproxError(f"Its {lost.noun} failed: {why.error}", Exit(why.exit_code))
                 failed[stage.key] = store.keep_failure(stage, error)
                 done += 1
             else:
@@ -392,7 +414,7 @@ def complete(
             if isinstance(outcome, BaseException):
                 outcome = store.keep_failure(stage, outcome)
             computed[stage.key] = outcome
-            if outcome["status"] == "failed":
+            if outcome.status == "failed":
                 failed[stage.key] = outcome
             done += 1
             progress(stage.name, done, total)

@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,25 @@ from approx.publishing import sweep as tables
 from approx.publishing.sweep import Cell, Results, collect, machine, same_task
 from approx.recipe import slug
 from approx_kernels.runtime.atomic_file import write_whole
+
+
+@dataclass(frozen=True)
+class GridStage(Stage):
+    """A stage of a sweep; the table that its outcome belongs to depends on where in the grid it is.
+
+    Attributes:
+        kind: `base`, `convert`, `heal`, `evaluate` or `bench`.
+        checkpoint: Name of the base.
+        plan: Name of the plan; None for the base alone.
+        seed: Seed of the plan; None where nothing is drawn.
+        label: Name of the plan with its seed.
+    """
+
+    kind: str = ""
+    checkpoint: str = ""
+    plan: str | None = None
+    seed: int | None = None
+    label: str = ""
 
 
 @dataclass(frozen=True)
@@ -42,7 +61,7 @@ class Swept:
 
 def cells(
     grid: Grid, out: Path, *, offline: bool = False, command: str = "", progress: Progress = silent
-) -> list[Stage]:
+) -> list[GridStage]:
     """The cells of a grid: for each checkpoint its conversions, its own scores, and plan × task × seed.
 
     The base and the data are loaded, since the keys depend on them; nothing is computed or written.
@@ -53,7 +72,7 @@ def cells(
     """
     refuse_unclaimed(out, "sweep", "a sweep", _begun)
     plans = _checked(grid, offline)
-    made: list[Stage] = []
+    made: list[GridStage] = []
     for number, name in enumerate(grid.checkpoint):
         progress("open the base, read the data", number, len(grid.checkpoint))
         study = Study(grid, name, out.resolve(), offline=offline, command=command)
@@ -63,7 +82,9 @@ def cells(
     return sorted(made, key=lambda cell: (cell.alone, bool(cell.inputs)))
 
 
-def sweep(grid: Grid, out: Path, todo: Sequence[Stage], executor: Executor, *, progress: Progress = silent) -> Swept:
+def sweep(
+    grid: Grid, out: Path, todo: Sequence[GridStage], executor: Executor, *, progress: Progress = silent
+) -> Swept:
     """Compute the cells that are missing or failed, and combine all of them.
 
     A failed cell stops only those that depend on it; the next sweep tries it again. Finished cells survive any crash.
@@ -114,10 +135,9 @@ def _checked(grid: Grid, offline: bool) -> dict[str, Plan]:
     return plans
 
 
-def _cells(grid: Grid, plans: dict[str, Plan], study: Study) -> Iterator[Stage]:
+def _cells(grid: Grid, plans: dict[str, Plan], study: Study) -> Iterator[GridStage]:
     bases = [study.evaluate(task, {}) for task in range(len(grid.evaluate))]
-    about = {"checkpoint": study.checkpoint, "plan": None, "seed": None}
-    yield from (replace(base, about={**about, "kind": "base"}) for base in bases)
+    yield from (GridStage(**vars(base), kind="base", checkpoint=study.checkpoint) for base in bases)
     for name, plan in plans.items():
         drawn = seeded(plan, grid.seeds[0]) != plan
         for number, seed in enumerate(grid.seeds if drawn else grid.seeds[:1]):
@@ -131,24 +151,24 @@ def _cells(grid: Grid, plans: dict[str, Plan], study: Study) -> Iterator[Stage]:
             made += [study.evaluate(task, measured, after=[base]) for task, base in enumerate(bases)]
             # The seed changes scores, not speed.
             made += [study.bench(lengths, measured) for lengths in grid.bench if number == 0]
-            about |= {"plan": name, "seed": seed if drawn else None, "label": label}
-            yield from (replace(stage, about={**about, "kind": stage.name.partition(" ")[0]}) for stage in made)
+            where = {"checkpoint": study.checkpoint, "plan": name, "seed": seed if drawn else None, "label": label}
+            yield from (GridStage(**vars(one), kind=one.name.partition(" ")[0], **where) for one in made)
 
 
-def _cell(stage: Stage, store: Store) -> Cell | None:
+def _cell(stage: GridStage, store: Store) -> Cell | None:
     """The outcome of a cell, for the tables; None if it was not computed."""
     outcome = store.read(stage)
     if outcome is None:
         return None
     made = None
-    if stage.about["kind"] in ("base", "evaluate", "bench") and outcome["result"] is not None:
+    if stage.kind in ("base", "evaluate", "bench") and outcome.result is not None:
         made = measured(outcome)
         # Another plan may share the stage, or the plan had another name when it was computed.
         for part in (*made.quality, *made.speed, made):
             for variant in part.variants:
-                variant.name = stage.about["label"]
-    about = {name: stage.about[name] for name in ("kind", "checkpoint", "plan", "seed")}
-    return Cell(stage.key, stage.name, **about, error=outcome["error"], exit_code=outcome["exit_code"], record=made)
+                variant.name = stage.label
+    where = {name: getattr(stage, name) for name in ("kind", "checkpoint", "plan", "seed")}
+    return Cell(stage.key, stage.name, **where, error=outcome.error, exit_code=outcome.exit_code, record=made)
 
 
 def _written(grid: Grid, out: Path, found: list[Cell], computed: int) -> Swept:

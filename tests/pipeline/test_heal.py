@@ -165,7 +165,7 @@ def test_a_sweep_measures_its_plans_as_they_were_healed(study, tmp_path):
     read: Any = grid.read(file)
     todo = cells(read, tmp_path / "sweep")
     made = sweep(read, tmp_path / "sweep", todo, Here())
-    assert sum(cell.about["kind"] == "heal" for cell in todo) == 2
+    assert sum(cell.kind == "heal" for cell in todo) == 2
     assert len(made.results.quality) == 3
     healed = list((tmp_path / "sweep" / "healed").iterdir())
     assert len(healed) == 2

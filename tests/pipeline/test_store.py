@@ -44,7 +44,7 @@ def test_a_finished_stage_is_read_and_not_computed_again(store, stage, made):
     one = stage("one", result={"x": [1, None]})
     assert store.state(one) == "missing"
     (outcome,) = done(one, store=store).values()
-    assert (outcome["status"], outcome["result"], outcome["exit_code"]) == ("done", {"x": [1, None]}, 0)
+    assert (outcome.status, outcome.result, outcome.exit_code) == ("done", {"x": [1, None]}, 0)
     assert done(one, store=store) == {}
     assert made == ["one"]
     assert store.read(one) == outcome
@@ -160,15 +160,15 @@ def test_a_failure_stops_only_what_needs_it_and_is_tried_again(store, stage, mad
     lost, other = stage("lost", broken), stage("other")
     last = stage("last", lost)
     outcomes = done(broken, lost, last, other, store=store)
-    assert {key: outcome["status"] for key, outcome in outcomes.items()} == {
+    assert {key: outcome.status for key, outcome in outcomes.items()} == {
         "key-broken": "failed",
         "key-other": "done",
     }
     assert made == ["broken", "other"]
     outcome = store.read(lost)
     assert outcome is not None
-    assert (outcome["status"], outcome["error"]) == ("failed", "Its conversion failed: no room")
-    assert outcome["exit_code"] == Exit.MISSING
+    assert (outcome.status, outcome.error) == ("failed", "Its conversion failed: no room")
+    assert outcome.exit_code == Exit.MISSING
     assert store.state(last) == "failed"
     healed = stage("broken")
     done(healed, stage("lost", healed), store=store)
@@ -186,11 +186,11 @@ def test_where_an_error_ends_the_work_it_is_raised_and_nothing_is_kept(store, st
 
 def test_errors_end_in_one_line(store, stage):
     (outcome,) = done(stage("one", result=RuntimeError("two\n  lines")), store=store).values()
-    assert (outcome["error"], outcome["exit_code"]) == ("RuntimeError: two lines", Exit.INTERNAL)
-    assert "in work" in outcome["traceback"]
+    assert (outcome.error, outcome.exit_code) == ("RuntimeError: two lines", Exit.INTERNAL)
+    assert "in work" in outcome.traceback
     assert store.state(stage("one")) == "failed"
     (outcome,) = done(stage("one", result=ApproxError("no")), store=store).values()
-    assert (outcome["error"], "traceback" in outcome) == ("no", False)
+    assert (outcome.error, outcome.traceback) == ("no", None)
 
 
 def test_a_stage_that_its_executor_lost_has_failed(store, stage):
@@ -199,7 +199,7 @@ def test_a_stage_that_its_executor_lost_has_failed(store, stage):
             yield from ((item, KeyError("lost")) for item in items)
 
     (outcome,) = complete([stage("one")], store, Losing(), keep_going=True).values()
-    assert (outcome["status"], outcome["error"]) == ("failed", "KeyError: 'lost'")
+    assert (outcome.status, outcome.error) == ("failed", "KeyError: 'lost'")
 
 
 def test_what_killed_processes_left_is_removed(store, stage):

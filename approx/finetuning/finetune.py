@@ -588,18 +588,18 @@ def _healing(
     prepared: Preparation, options: FinetuneStage, begun: Begun, outcomes: list[Outcome], after: float | None
 ) -> Healing:
     return Healing(
-        [phase.mode for phase in prepared.phases] if not prepared.adapted else list(options.recover or []),
-        outcomes,
-        prepared.measure.name,
-        begun.exact,
-        begun.before,
-        after,
-        len(prepared.data.held_out.examples),
-        len(prepared.data.split.examples),
-        prepared.data.sha256,
-        options.model_dump(mode="json", exclude_none=True),
-        prepared.approximated,
-        [*prepared.notes, *begun.notes],
+        recover=[phase.mode for phase in prepared.phases] if not prepared.adapted else list(options.recover or []),
+        phases=outcomes,
+        measure=prepared.measure.name,
+        exact=begun.exact,
+        before=begun.before,
+        after=after,
+        held_out=len(prepared.data.held_out.examples),
+        examples=len(prepared.data.split.examples),
+        data_sha256=prepared.data.sha256,
+        options=options.model_dump(mode="json", exclude_none=True),
+        approximated=prepared.approximated,
+        notes=[*prepared.notes, *begun.notes],
     )
 
 
@@ -849,9 +849,35 @@ def finetune_folder(
         if written is not None:
             return written.result
         refuse_existing(out, force=force)
-        return _finetuned(
-            name, out, options, teacher, working, resume, force, revision, offline, merge_adapter, device, progress
+        where = {"revision": revision, "offline": offline, "merge_adapter": merge_adapter, "device": device}
+        opened, taught = _opened(name, teacher, options, **where)
+        refuse_overlap(opened.source.folder, out)
+        if taught is not None:
+            _same_tokenizer(opened, taught)
+        done = finetune(
+            opened.model,
+            checkpoint.processor(opened.source),
+            options,
+            folder=working,
+            teacher=None if taught is None else taught.model,
+            resume=resume,
+            restart=force and not resume,
+            progress=progress,
         )
+
+        def result(checks: list[Check]) -> dict[str, Any]:
+            notes = [*opened.notes, *done.notes]
+            return {"output": str(out), **done.to_data(), "checks": [vars(check) for check in checks], "notes": notes}
+
+        def keep(folder: Path, checks: list[Check]) -> None:
+            made = Written(weights=_hashes(folder), result=json.loads(json.dumps(result(checks))))
+            write_whole(working / _OUTCOME, made.model_dump_json())
+
+        if not evaluate.leads():
+            return result([])
+        checks = _written(opened, out, options, done, taught, keep, force=force, progress=progress)
+        remove(working, "training", _OUTCOME)
+        return result(checks)
 
 
 def _written_before(out: Path, working: Path) -> Written | None:
@@ -871,52 +897,6 @@ def _hashes(folder: Path) -> dict[str, str]:
     return {path.name: sha256(path) for path in weight_files(folder)}
 
 
-def _finetuned(
-    name: str | Path,
-    out: Path,
-    options: FinetuneStage,
-    teacher: str | None,
-    working: Path,
-    resume: bool,
-    force: bool,
-    revision: str | None,
-    offline: bool,
-    merge_adapter: bool,
-    device: str,
-    progress: Progress,
-) -> dict[str, Any]:
-    opened, taught = _opened(name, teacher, options, revision, offline, merge_adapter, device)
-    refuse_overlap(opened.source.folder, out)
-    reader = checkpoint.processor(opened.source)
-    if taught is not None:
-        _same_tokenizer(opened, taught)
-    done = finetune(
-        opened.model,
-        reader,
-        options,
-        folder=working,
-        teacher=None if taught is None else taught.model,
-        resume=resume,
-        restart=force and not resume,
-        progress=progress,
-    )
-
-    def result(results: list[Check]) -> dict[str, Any]:
-        notes = [*opened.notes, *done.notes]
-        return {"output": str(out), **done.to_data(), "checks": [vars(check) for check in results], "notes": notes}
-
-    results: list[Check] = []
-    if evaluate.leads():
-
-        def keep(folder: Path, results: list[Check]) -> None:
-            made = Written(weights=_hashes(folder), result=json.loads(json.dumps(result(results))))
-            write_whole(working / _OUTCOME, made.model_dump_json())
-
-        results = _written(opened, out, options, done, taught, keep, force=force, progress=progress)
-        remove(working, "training", _OUTCOME)
-    return result(results)
-
-
 def rehearse(
     name: str | Path,
     options: FinetuneStage,
@@ -932,7 +912,8 @@ def rehearse(
     Args and errors: as for `finetune_folder`.
     """
     refuse_sharding()
-    opened, taught = _opened(name, teacher, options, revision, offline, merge_adapter, device)
+    where = {"revision": revision, "offline": offline, "merge_adapter": merge_adapter, "device": device}
+    opened, taught = _opened(name, teacher, options, **where)
     reader = checkpoint.processor(opened.source)
     prepared = prepare_training(opened.model, reader, options, None if taught is None else taught.model)
     return {
@@ -950,6 +931,7 @@ def _opened(
     name: str | Path,
     teacher: str | None,
     options: FinetuneStage,
+    *,
     revision: str | None,
     offline: bool,
     merge_adapter: bool,

@@ -156,6 +156,7 @@ def digest_of(files, op):
         ("ops/topk/triton.py", set()),
         ("gpu/language.py", {OP, "local_attention", "lsh_attention"}),
         ("ops/linear/cpu.py", set()),
+        ("ops/linear/reference.py", set()),
     ],
 )
 def test_digest_is_of_kernels_and_what_they_import(tmp_path, file, changes):

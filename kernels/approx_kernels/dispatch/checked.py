@@ -54,7 +54,7 @@ ABOUT = "kernels of "
 AGAIN = "`python bench/gpu.py -o FOLDER`, in a checkout of approx, checks them"
 
 # Modules, by their names in the flat layout, on which the results of Triton kernels do not depend.
-_UNCOUNTED = re.compile(r"_kernels_(cpu|dispatch|runtime)_|cpu$")
+_UNCOUNTED = re.compile(r"_kernels_(cpu|dispatch|runtime)_|(cpu|reference)$")
 _trusting: list[bool] = []
 
 
@@ -149,7 +149,8 @@ def identity(op: str) -> str:
 def digest(op: str) -> str:
     """A digest of the sources of an op.
 
-    They are all modules that it imports from this package, except C, the choice of an implementation and how PyTorch calls it.
+    They are all modules that it imports from this package, except C, the choice of an implementation, how PyTorch calls it, and
+    the references, with which the kernels are compared on every machine.
     Their syntax trees are hashed: comments, docstrings, formatting and the layout of the files, in folders or flat as in a
     converted checkpoint, do not matter.
     """

@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= 2
-# What `make mutants` changes: a room of tests/mutants/rooms.toml, how many places of it, and which ones.
+# What `make mutants` changes: a room of tools/mutants/rooms.toml, how many places of it, and which ones.
 ROOM ?= tasks
 SAMPLE ?= 60
 SEED ?= 1
@@ -66,16 +66,16 @@ audit:  ## Known vulnerabilities of the oldest versions that pyproject.toml allo
 	  echo "Not audited: the database of vulnerabilities cannot be reached from here, so nothing is known. Try again elsewhere."; exit 1; }
 
 sanitize: $(VENV)/.dev  ## Test the kernels with their C under AddressSanitizer and UBSan: MINUTES=20
-	$(VENV)/bin/python tests/sanitizers --minutes $(MINUTES) --jobs $(JOBS)
+	$(VENV)/bin/python tools/sanitizers --minutes $(MINUTES) --jobs $(JOBS)
 
 fuzz: $(VENV)/.dev  ## Damage files of every kind and watch that they are refused or read: MINUTES=10 SEED=1
-	$(VENV)/bin/python tests/fuzz --minutes $(MINUTES) --seed $(SEED) --jobs $(JOBS) $(if $(REPORT),-o $(REPORT))
+	$(VENV)/bin/python tools/fuzz --minutes $(MINUTES) --seed $(SEED) --jobs $(JOBS) $(if $(REPORT),-o $(REPORT))
 
 kills: $(VENV)/.dev  ## Kill commands at random moments, go on, and compare what they end with: KILLS=100 SEED=1
-	$(VENV)/bin/python tests/fuzz/kills.py --kills $(KILLS) --seed $(SEED) $(if $(REPORT),-o $(REPORT))
+	$(VENV)/bin/python tools/fuzz/kills.py --kills $(KILLS) --seed $(SEED) $(if $(REPORT),-o $(REPORT))
 
 mutants: $(VENV)/.dev  ## Plant small errors in a room of the code and count those its tests notice: ROOM=tasks SAMPLE=60 SEED=1
-	$(VENV)/bin/python tests/mutants $(ROOM) --sample $(SAMPLE) --seed $(SEED) --jobs $(JOBS) $(if $(AGAIN),--again)
+	$(VENV)/bin/python tools/mutants $(ROOM) --sample $(SAMPLE) --seed $(SEED) --jobs $(JOBS) $(if $(AGAIN),--again)
 
 bench: $(VENV)/.demo  ## MiniLM on SST-2, quality and speed: the run behind reports/minilm-sst2
 	$(VENV)/bin/approx run recipes/minilm-sst2.yaml -o runs/minilm-sst2 --force

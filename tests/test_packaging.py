@@ -77,7 +77,7 @@ def imported(*folders: str) -> set[str]:
                 names |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 names.add(node.module.split(".")[0])
-    here = {path.stem for folder in ("tests", "tests/mutants", "bench") for path in (ROOT / folder).iterdir()}
+    here = {path.stem for folder in ("tests", "tools", "tools/mutants", "bench") for path in (ROOT / folder).iterdir()}
     local = {"approx", "approx_kernels", "bench", "cli", "reports", "tests"} | here
     return names - local - set(sys.stdlib_module_names)
 
@@ -147,7 +147,8 @@ def test_every_dependency_is_declared_and_used():
 def test_the_dev_extra_holds_what_the_tests_import():
     core = {canonicalize_name(Requirement(line).name) for line in PROJECT["project"]["dependencies"]}
     assert (
-        distributions(imported("tests", "bench")) - core - requirements("dev", "lm-eval", "mutants", "train") == set()
+        distributions(imported("tests", "tools", "bench")) - core - requirements("dev", "lm-eval", "mutants", "train")
+        == set()
     )
 
 

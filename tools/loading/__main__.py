@@ -1,6 +1,6 @@
 """Convert tiny models of seven families and load them in every way that people do, where approx cannot be imported.
 
-    python tests/loading [FAMILY …]
+    python tools/loading [FAMILY …]
 
 It prints which way works for which head with the installed versions, and exits with 1 if one does not.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 # What pytest does by itself.
-sys.path.extend(str(Path(__file__).resolve().parents[2] / name) for name in ("tests", ".", "kernels"))
+sys.path.extend(str(Path(__file__).resolve().parents[2] / name) for name in ("tests", "tools", ".", "kernels"))
 
 from converted import run
 from hub_server import serve

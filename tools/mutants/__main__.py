@@ -1,6 +1,6 @@
 """Change the code of a room in many small ways, one at a time, and count how many of them its tests notice.
 
-    python tests/mutants tasks --sample 60 --seed 1
+    python tools/mutants tasks --sample 60 --seed 1
 
 Works on copies of the repository, in processes forked from one that has read torch already. A mutant is shown to the tests that
 run its lines, and to those that start processes; the first that fails has noticed it. The report of those that nobody noticed

@@ -11,7 +11,7 @@ _UNTIL = float(os.environ["APPROX_SANITIZE_UNTIL"])
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     by_file = defaultdict(list)
     for item in sorted(items, key=lambda item: sha256(item.nodeid.encode()).digest()):
         by_file[item.path].append(item)
@@ -19,6 +19,6 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: (turns[item.nodeid], item.nodeid))
 
 
-def pytest_runtest_setup(item):
+def pytest_runtest_setup(item: pytest.Item) -> None:
     if time.time() > _UNTIL:
         pytest.skip("the time is up")

@@ -14,7 +14,7 @@ from copies import NO_TESTS, Room, fork, run_pytest
 from watch import Recorder
 
 # What no test of a room reads.
-_APART = ("tests/mutants/", "runs/", "CHANGELOG.md")
+_APART = ("tools/mutants/", "runs/", "CHANGELOG.md")
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Kill commands at random moments, go on, and compare what they end with to the result of a command that nobody disturbed.
 
-python tests/fuzz/kills.py --kills 100 --seed 1
+python tools/fuzz/kills.py --kills 100 --seed 1
 """
 
 import argparse
@@ -390,7 +390,7 @@ def _different(wanted: dict[str, Any], found: dict[str, Any]) -> list[str]:
 
 def main() -> int:
     """Run; 0 if every command went on to the same result."""
-    sys.path[:0] = [str(ROOT / name) for name in ("tests", ".", "kernels")]
+    sys.path[:0] = [str(ROOT / name) for name in ("tests", "tools", ".", "kernels")]
     for name, value in (("HF_HUB_OFFLINE", "1"), ("OMP_NUM_THREADS", "1"), ("TOKENIZERS_PARALLELISM", "false")):
         os.environ.setdefault(name, value)
     from hub_state import Hub

@@ -1,9 +1,9 @@
 """Damage every kind of file that a user can hand to approx, and watch that it refuses with its own error or succeeds.
 
-    python tests/fuzz --minutes 10 --seed 1
+    python tools/fuzz --minutes 10 --seed 1
 
 Two processes read the damaged files, with two gigabytes and twenty seconds for each. What fails is made smaller and written to
-runs/fuzz; after the defect is fixed, move it to tests/fuzz/found, whose cases tests/fuzz/test_regressions.py reads again.
+runs/fuzz; after the defect is fixed, move it to tools/fuzz/found, whose cases tests/tools/test_fuzz_regressions.py reads again.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / name) for name in ("tests", ".", "kernels")]
+sys.path[:0] = [str(ROOT / name) for name in ("tests", "tools", ".", "kernels")]
 # As tests/conftest.py has it.
 for name, value in (
     ("HF_HUB_OFFLINE", "1"),

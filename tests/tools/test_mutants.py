@@ -5,11 +5,13 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import tomllib
 from pathlib import Path
 
 import pytest
 
-TOOL = Path(__file__).parent / "mutants"
+ROOT = Path(__file__).parents[2]
+TOOL = ROOT / "tools" / "mutants"
 
 
 def changed(source: str, texts: bool = False) -> set[str]:
@@ -58,11 +60,18 @@ def test_what_only_tells_is_left_alone():
     assert "said = f'{1 - 2} a'" in changed("said = f'{1 + 2} a'", texts=True)
 
 
+def test_lines_of_equivalent_mutants_are_in_the_source():
+    entries = tomllib.loads((TOOL / "equivalent.toml").read_text("utf-8"))["mutant"]
+    sources = {one["file"]: (ROOT / one["file"]).read_text("utf-8") for one in entries}
+    lines = {file: {line.strip() for line in text.splitlines()} for file, text in sources.items()}
+    assert [(one["file"], one["was"]) for one in entries if one["was"] not in lines[one["file"]]] == []
+
+
 @pytest.mark.slow
 def test_a_room_is_counted_and_its_survivors_are_named(tmp_path):
     """The tests of this room check only one side of a comparison."""
-    shutil.copytree(TOOL, tmp_path / "tests" / "mutants", ignore=shutil.ignore_patterns("__pycache__"))
-    tool = tmp_path / "tests" / "mutants"
+    shutil.copytree(TOOL, tmp_path / "tools" / "mutants", ignore=shutil.ignore_patterns("__pycache__"))
+    tool = tmp_path / "tools" / "mutants"
     for name, text in {
         "approx/__init__.py": "",
         "approx/room/__init__.py": "",
@@ -82,7 +91,7 @@ def test_a_room_is_counted_and_its_survivors_are_named(tmp_path):
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
 
     def run() -> tuple[int, str]:
-        command = [sys.executable, "tests/mutants", "room"]
+        command = [sys.executable, "tools/mutants", "room"]
         environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "COV_CORE_SOURCE")}
         environment["RAN"] = str(tool / "ran")
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)

@@ -1,6 +1,6 @@
 """Run the tests of the kernels with their C under AddressSanitizer and UndefinedBehaviorSanitizer, for so many minutes.
 
-    python tests/sanitizers --minutes 20
+    python tools/sanitizers --minutes 20
 
 The first thing that runs are errors planted in C, which must be noticed. Then come the tests, some of each file before others
 of any, so that a short run sees all sources; it says how many it had no time for.

@@ -24,7 +24,7 @@ NOTE = (
 )
 OURS = ("approx", "approx_kernels")
 _MODEL, _INTERNALS, _MECHANISM = "approx.seam.model", "approx.seam.internals", "approx.mechanisms.mechanism"
-_ONE_OPERATOR = "approx.mechanisms.one_operator"
+_ONE_OPERATOR = "approx_kernels.dispatch.opaque"
 _C_SOURCES = "approx_kernels.cpu.sources"
 # Without compiled code, the fastest exact attention is PyTorch's.
 _EXACT = re.compile(r"approx_kernels\.ops\.(?:exact|fastest|flash)\.api")

@@ -26,10 +26,6 @@ _EXACT = 1e-6
 _ROWS, _FEATURES = (8, 64, 512), 768
 _REPEATS = 4
 
-_lock = Lock()
-_inside = 0
-_before = "none"
-
 
 @contextlib.contextmanager
 def fast_products() -> Iterator[None]:
@@ -48,7 +44,7 @@ def fast_products() -> Iterator[None]:
         ApproxError: if the setting has no effect on this machine, or rounds float32 to bfloat16.
     """
     refuse()
-    with _switched():
+    with _SWITCHED:
         yield
 
 
@@ -113,7 +109,7 @@ def measure() -> Finding:
             plain, switched = [], []
             for _ in range(_REPEATS):
                 plain.append(_seconds(inputs, weights, now))
-                with _switched():
+                with _SWITCHED:
                     switched.append(_seconds(inputs, weights, now))
             gains[str(rows)] = round(min(plain) / min(switched), 2)
     return {"gains": gains, "error": _error_within()} | ({"crowded": True} if crowded() else {})
@@ -142,27 +138,34 @@ def _switch(setting: str | None = None) -> str:
     return before
 
 
-@contextlib.contextmanager
-def _switched() -> Iterator[None]:
-    global _inside, _before
-    with _lock:
-        if not _inside:
-            _before = _switch("bf16")
-        _inside += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _inside -= 1
-            if not _inside:
-                _switch(_before)
+class _Switched:
+    """The setting while anyone is inside, in any thread; the last one out restores what was set before."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._before = Lock(), 0, "none"
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._before = _switch("bf16")
+            self._inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                _switch(self._before)
+
+
+# The setting is PyTorch's, for the whole process.
+_SWITCHED = _Switched()
 
 
 @functools.cache
 def _error_within() -> float:
     """Relative error of a fast product; a property of the processor."""
     generator = torch.Generator().manual_seed(0)
-    with torch.inference_mode(), torch.autocast("cpu", enabled=False), _switched():
+    with torch.inference_mode(), torch.autocast("cpu", enabled=False), _SWITCHED:
         x, weight = (torch.randn(256, 256, generator=generator) for _ in range(2))
         exact = x.double() @ weight.double()
         return float(((x @ weight).double() - exact).norm() / exact.norm())

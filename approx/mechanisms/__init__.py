@@ -20,12 +20,11 @@ from approx.mechanisms.local import LocalAttention
 from approx.mechanisms.longformer import LongformerAttention
 from approx.mechanisms.lsh import LshAttention
 from approx.mechanisms.mechanism import Mechanism
-from approx.mechanisms.one_operator import attend_as_one_operator
 from approx.mechanisms.performer import PerformerAttention
 from approx.mechanisms.sinks import SinksAttention
 from approx.mechanisms.strided import StridedAttention
 from approx.registry import Registry
-from approx_kernels.dispatch.opaque import name_kind
+from approx_kernels.dispatch.opaque import attend_as_one_operator, register_kind
 
 # Those whose code a converted folder can carry.
 BUILT_IN: Mapping[str, type[Mechanism]] = {
@@ -57,7 +56,7 @@ def _usable(kind: object) -> type[Mechanism]:
     if not (isinstance(kind, type) and issubclass(kind, Mechanism)):
         raise TypeError(f"{kind!r} is not a subclass of approx.mechanisms.Mechanism")
     mechanism.refuse_incomplete(kind)
-    name_kind(kind)
+    register_kind(kind)
     return kind
 
 
@@ -69,4 +68,4 @@ mechanism.MECHANISMS = MECHANISMS
 Mechanism.as_one_operator = attend_as_one_operator  # pyright: ignore[reportAttributeAccessIssue]  # it names its arguments
 for kind in BUILT_IN.values():
     # Exported programs name the classes that their operators run.
-    name_kind(kind)
+    register_kind(kind)

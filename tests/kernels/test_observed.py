@@ -107,14 +107,10 @@ def test_gradients_and_inference_observe_nothing():
         assert observed(X) is None
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["_dispatch_modes", "_function_modes", "_tracing", "_profiling", "_transforms", "_transform_level", "_mode"],
-)
-def test_what_pytorch_does_not_tell_counts_as_an_observer(name, monkeypatch):
+def test_a_version_that_hides_its_observers_counts_as_observed(monkeypatch):
     q, k, v = heads()
     expected = local(q, k, v)
-    monkeypatch.setattr(pytorch, name, None)
+    monkeypatch.setattr(pytorch, "_sees_all", False)
     assert observed(X) is Observer.UNKNOWN
     assert needs_pytorch(X) is not None
     torch.testing.assert_close(local(q, k, v), expected, rtol=1e-5, atol=1e-6)

@@ -10,7 +10,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from approx.conversion import surgery
 from approx.mechanisms import MECHANISMS
-from approx.mechanisms.one_operator import described
 from approx.planning.plan import Plan, Rule
 from approx.planning.positions import example_inputs
 from approx_kernels.dispatch import opaque
@@ -128,7 +127,7 @@ def test_the_operator_passes_pytorchs_own_checks(name):
     mechanism = make(name, False, heads=4, size=8)
     q, k, v = (x.detach().requires_grad_() for x in draw(**SHAPE))
     state = [*mechanism.parameters(), *mechanism.buffers()]
-    arguments = (q, k, v, draw_mask("right", **SHAPE), None, state, described(mechanism), False, 0.0)
+    arguments = (q, k, v, draw_mask("right", **SHAPE), None, state, opaque.described(mechanism), False, 0.0)
     torch.library.opcheck(opaque.attend.operator, arguments)
 
 
@@ -239,10 +238,10 @@ def test_a_compiled_layer_is_counted_too():
     mechanism = make("block", False, heads=4, size=8)
     q, k, v = draw(**SHAPE)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        opaque.attend(q, k, v, None, None, [], described(mechanism), False, 0.0)
+        opaque.attend(q, k, v, None, None, [], opaque.described(mechanism), False, 0.0)
     assert counter.get_total_flops() == 2 * mechanism.flops(24)
     q.requires_grad_()
     with FlopCounterMode(display=False) as counter:
-        opaque.attend(q, k, v, None, None, [], described(mechanism), False, 0.0)[0].sum().backward()
+        opaque.attend(q, k, v, None, None, [], opaque.described(mechanism), False, 0.0)[0].sum().backward()
     assert counter.get_total_flops() == 4 * 2 * mechanism.flops(24)
     assert q.grad is not None

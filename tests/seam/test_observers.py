@@ -28,6 +28,10 @@ CASES = [("GPT2Model" if causal else "BertModel", name) for name, causal in FORM
 # Tracers warn about every shape that becomes a constant, which is intended here.
 pytestmark = pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 over_all = pytest.mark.parametrize(("family", "name"), CASES)
+# The kinds: PyTorch's own attention, steps that can be followed, and one operator with and without parameters, buffers and
+# token ids.
+KINDS = ("sdpa", "local", "linear", "clustered", "longformer", "lsh", "adaptive-span")
+over_kinds = pytest.mark.parametrize(("family", "name"), [case for case in CASES if case[1] in KINDS])
 # Mechanisms that run PyTorch's own attention at this length, without kernels of ours.
 PLAIN = ("full", "sdpa", "exact", "flash")
 LENGTH = 24
@@ -83,7 +87,7 @@ def test_what_was_traced_is_right_for_other_inputs_and_masks_of_the_shape(family
             agree(traced(*given), numbers(net, *given), given[1])
 
 
-@over_all
+@over_kinds
 def test_vmap_gives_what_a_batch_gives(family, name):
     net = converted(family, name)
     ids, mask = draw(0, 7)
@@ -92,7 +96,7 @@ def test_vmap_gives_what_a_batch_gives(family, name):
     agree(mapped, numbers(net, ids, mask), mask)
 
 
-@over_all
+@over_kinds
 def test_gradients_of_each_sample_are_those_of_autograd(family, name):
     net = converted(family, name)
     ids, mask = draw(0, 7)
@@ -106,6 +110,15 @@ def test_gradients_of_each_sample_are_those_of_autograd(family, name):
         one = one.clone().requires_grad_()
         (expected,) = torch.autograd.grad(loss(one, real), one)
         torch.testing.assert_close(slope, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_refuses_second_derivatives_of_one_operator():
+    mechanism = MECHANISMS["block"](2, 8, causal=False, scale=8**-0.5)
+    q, k, v = (torch.randn(1, 2, 12, 8) for _ in range(3))
+    with pytest.raises(
+        RuntimeError, match=r"The gradient of .*BlockAttention under torch\.func cannot be differentiated"
+    ):
+        torch.func.grad(lambda q: torch.func.grad(lambda q: mechanism(q, k, v).square().sum())(q).sum())(q)
 
 
 @over_all
@@ -129,7 +142,7 @@ def test_forward_mode_gives_the_derivative_that_reverse_mode_gives(family, name,
     torch.testing.assert_close((grad * change).sum(), (slope * tangent).sum(), rtol=0, atol=1e-5 * size)
 
 
-@over_all
+@over_kinds
 def test_a_counter_of_operations_sees_layers_and_attention(family, name):
     net = converted(family, name)
     given = draw(0, 7)
@@ -147,7 +160,7 @@ def test_a_counter_of_operations_sees_layers_and_attention(family, name):
     assert 0.3 < attention / (2 * mechanism.flops(LENGTH)) < 7
 
 
-@over_all
+@over_kinds
 def test_a_profiler_sees_the_operator_that_runs(family, name):
     net = converted(family, name)
     given = draw(0, 7)
@@ -158,7 +171,7 @@ def test_a_profiler_sees_the_operator_that_runs(family, name):
     assert bool(ours) == (name not in PLAIN and compiler_obstacle() is None)
 
 
-@over_all
+@over_kinds
 def test_function_modes_and_inference_mode_change_nothing(family, name):
     net = converted(family, name)
     given = draw(0, 7)
@@ -169,7 +182,7 @@ def test_function_modes_and_inference_mode_change_nothing(family, name):
         agree(net(*given).clone(), expected, given[1])
 
 
-@over_all
+@over_kinds
 def test_autocast_rounds_and_no_more(family, name):
     net = converted(family, name)
     given = draw(0, 7)
@@ -181,7 +194,7 @@ def test_autocast_rounds_and_no_more(family, name):
     assert float((out[real] - expected).norm() / expected.norm()) < 2e-2
 
 
-@over_all
+@over_kinds
 def test_tensors_without_numbers_have_the_shape_of_the_output(family, name):
     net = converted(family, name)
     given = draw(0, 7)

@@ -122,14 +122,12 @@ def instructions() -> str:
     return torch.backends.cpu.get_cpu_capability() + next((name for flag, name in halves.items() if flag in flags), "")
 
 
-@functools.cache
 def generation() -> dict[str, str]:
     """This processor's family and model numbers, if known: virtual machines may share a name across models."""
     facts = _processor_facts()
     return {name: facts[key] for name, key in (("family", "cpu family"), ("model", "model")) if key in facts}
 
 
-@functools.cache
 def _processor() -> str:
     facts = _processor_facts()
     features = sorted({"avx2", "avx512f", "avx512_bf16", "amx_bf16"} & set(facts.get("flags", "").split()))
@@ -138,7 +136,9 @@ def _processor() -> str:
     return " ".join([name, *numbers, *features])
 
 
+@functools.cache
 def _processor_facts() -> dict[str, str]:
+    """What Linux says about the first processor, such as its `model name`; empty elsewhere."""
     facts: dict[str, str] = {}
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():

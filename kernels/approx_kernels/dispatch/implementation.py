@@ -4,6 +4,7 @@ On CUDA `auto` uses Triton kernels only if their check against the reference has
 `triton` runs them without a check.
 """
 
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,7 +26,6 @@ PLAIN = ("reference", "tiles")
 _LOG = logging.getLogger(__name__)
 _wanted = ["auto"]
 _chosen: dict[str, str] = {}
-_told: set[tuple[str, str]] = set()
 
 
 def choose(op: str, impl: str, obstacles: Mapping[str, str | None], x: Tensor | None = None) -> str:
@@ -75,15 +75,18 @@ def choose(op: str, impl: str, obstacles: Mapping[str, str | None], x: Tensor | 
     # Without the observer, another implementation will run.
     if asked != "auto" or _LOG.disabled or needs_pytorch() is not None:
         return choice
-    if unchecked is not None and (op, unchecked) not in _told:
-        _told.add((op, unchecked))
-        _LOG.warning("%s runs in PyTorch, not in its Triton kernels: %s", op, unchecked)
-    if choice in PLAIN and why is not None and (op, why) not in _told:
-        _told.add((op, why))
+    if unchecked is not None:
+        _warn_once("%s runs in PyTorch, not in its Triton kernels: %s", op, unchecked)
+    if choice in PLAIN and why is not None:
         # Obstacles recommend 'auto', which is already in use here.
         reason = why.removesuffix(" Ask for 'auto'.").replace(", or ask for 'auto'", "")
-        _LOG.warning("%s runs in plain PyTorch, which is slower, because %r cannot run: %s", op, best, reason)
+        _warn_once("%s runs in plain PyTorch, which is slower, because %r cannot run: %s", op, best, reason)
     return choice
+
+
+@functools.cache
+def _warn_once(message: str, *parts: str) -> None:
+    _LOG.warning(message, *parts)
 
 
 @contextmanager

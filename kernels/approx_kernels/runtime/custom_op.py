@@ -76,7 +76,7 @@ def custom_op(
         if backward is not None:
             op.register_autograd(backward, setup_context=save)
         elif not mutates:
-            op.register_autograd(functools.partial(refuse_derivative, f"{function.__module__}.{name}"))
+            op.register_autograd(functools.partial(refuse_derivative, f"The result of {function.__module__}.{name}"))
         packet = getattr(getattr(torch.ops, namespace), name)
         flop_counter.flop_registry.pop(packet, None)
         if flops is not None:
@@ -95,13 +95,13 @@ def _tensors(args: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def refuse_derivative(of: str, ctx: Any, *grads: Any) -> NoReturn:
-    """The backward pass of an operator without one; `of` names the operator.
+    """The backward pass of an operator without one; `of` names what has none.
 
     Raises:
         RuntimeError: always.
     """
     raise RuntimeError(
-        f"The result of {of} cannot be differentiated, and create_graph=True asks for it. Take second derivatives in plain "
+        f"{of} cannot be differentiated, and create_graph=True asks for it. Take second derivatives in plain "
         "PyTorch: inside `approx_kernels.dispatch.implementation.implementation('reference')` and "
         "`torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`."
     )

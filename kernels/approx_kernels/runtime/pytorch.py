@@ -1,11 +1,10 @@
 """What PyTorch is doing around our operations: its private names, observers, autocast, and its own fused attention.
 
 Observers are compilers, tracers, counters and derivatives, which cannot see direct calls of C. PyTorch has no public API
-for most of this. A private name that a version lacks is `None`, which means that it cannot answer; callers then take the
-safe side, and count that as an observer.
+for most of this. If a version lacks one of its private names, every call counts as observed, and runs plain PyTorch.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
@@ -23,73 +22,35 @@ T = TypeVar("T")
 
 
 def _private(path: str) -> Any:
+    """A name of PyTorch; None if this version lacks it."""
     value: Any = torch
     for name in path.split("."):
         value = getattr(value, name, None)
     return value
 
 
-_dispatch_modes = _private("_C._len_torch_dispatch_stack")
-_function_modes = _private("_C._len_torch_function_stack")
+_count_dispatch_modes = _private("_C._len_torch_dispatch_stack")
+_count_function_modes = _private("_C._len_torch_function_stack")
 _mode = _private("_C._get_dispatch_mode")
-_mode_keys = _private("_C._TorchDispatchModeKey")
-_tracing = _private("_C._is_tracing")
-_profiling = _private("autograd._profiler_enabled")
+_modes_without_numbers = _private("_C._TorchDispatchModeKey.FAKE"), _private("_C._TorchDispatchModeKey.PROXY")
+_is_tracing = _private("_C._is_tracing")
+_is_profiled = _private("autograd._profiler_enabled")
 _transforms = _private("_C._functorch.get_interpreter_stack")
 _transform_level = _private("_C._functorch.maybe_current_level")
+_forward_level = _private("autograd.forward_ad._current_level")
 _excluded = _private("_C._dispatch_tls_local_exclude_set")
 _included = _private("_C._dispatch_tls_local_include_set")
 _guard = _private("_C._ForceDispatchKeyGuard")
-_keys = _private("_C.DispatchKey")
+# One key covers autograd on all devices except those with their own key.
+_autograd_keys = _private("_C.DispatchKey.AutogradFunctionality"), _private("_C.DispatchKey.AutogradOther")
 _int_mm = _private("_int_mm")
 
-
-def answers_all() -> bool:
-    """Whether this version answers every question about observers."""
-    asked = _tracing, _transform_level, _transforms, _dispatch_modes, _mode, _mode_keys, _function_modes, _profiling
-    return None not in asked
-
-
-def is_tracing() -> bool:
-    """Whether `torch.jit.trace` is recording; False if unknown."""
-    return _tracing is not None and _tracing()
-
-
-def is_forward_mode() -> bool:
-    """Whether a level of forward-mode differentiation is open."""
-    return getattr(forward_ad, "_current_level", -1) >= 0
-
-
-def is_transformed() -> bool:
-    """Whether a transform of torch.func is active; False if unknown."""
-    return _transform_level is not None and _transform_level() is not None
-
-
-def transform_names() -> Sequence[str] | None:
-    """The active transforms of torch.func, such as `Vmap`."""
-    return None if _transforms is None else [each.key().name for each in _transforms() or ()]
-
-
-def has_dispatch_modes() -> bool:
-    """Whether a dispatch mode is active; False if unknown."""
-    return _dispatch_modes is not None and _dispatch_modes() > 0
-
-
-def has_mode_without_numbers() -> bool:
-    """Whether a dispatch mode uses fake or proxy tensors; False if unknown."""
-    if _mode is None or _mode_keys is None:
-        return False
-    return any(_mode(getattr(_mode_keys, name, None)) is not None for name in ("FAKE", "PROXY"))
-
-
-def has_function_modes() -> bool:
-    """Whether a function mode is active; False if unknown."""
-    return _function_modes is not None and _function_modes() > 0
-
-
-def is_profiled() -> bool:
-    """Whether a profiler is active; False if unknown."""
-    return _profiling is not None and _profiling()
+_ASKED = (
+    *(_count_dispatch_modes, _count_function_modes, _mode, *_modes_without_numbers),
+    *(_is_tracing, _is_profiled, _transforms, _transform_level, _forward_level),
+)
+_sees_all = None not in _ASKED
+_can_enable_autograd = None not in (_excluded, _included, _guard, *_autograd_keys)
 
 
 def changes(x: Tensor) -> int | None:
@@ -99,15 +60,14 @@ def changes(x: Tensor) -> int | None:
 
 def with_autograd(call: Callable[[], T]) -> T:
     """Call a function with autograd enabled, even inside an operator, where its dispatch keys are excluded."""
-    if None in (_excluded, _included, _guard, _keys):
+    if not _can_enable_autograd:
         # Dispatch keys are excluded per thread.
         with ThreadPoolExecutor(1) as another:
             return another.submit(torch.enable_grad()(call)).result()
-    left_out = _excluded()
-    # One key covers autograd on all devices except those with their own key.
-    for key in (_keys.AutogradFunctionality, _keys.AutogradOther):
-        left_out = left_out.remove(key)
-    with _guard(_included(), left_out), torch.enable_grad():
+    excluded = _excluded()
+    for key in _autograd_keys:
+        excluded = excluded.remove(key)
+    with _guard(_included(), excluded), torch.enable_grad():
         return call()
 
 
@@ -148,7 +108,7 @@ class Observer(Enum):
 
 
 # Values cannot be read, or the recorded operations will run on others: no branch and no shape may depend on values.
-_UNREADABLE = (Observer.COMPILER, Observer.TRACE, Observer.TRANSFORM, Observer.NUMBERLESS)
+UNREADABLE = (Observer.COMPILER, Observer.TRACE, Observer.TRANSFORM, Observer.NUMBERLESS)
 # These accept any registered operator; all others need PyTorch's own operations or a registered rule.
 _ONLY_WATCHING = (Observer.FUNCTION_MODE, Observer.PROFILER)
 
@@ -161,31 +121,33 @@ def observed(*tensors: Tensor | None) -> Observer | None:
     """
     if is_compiling():
         return Observer.COMPILER
-    if is_tracing():
+    if _sees_all and _is_tracing():
         return Observer.TRACE
     # `torch.func.jvp` also counts as a transform, so check this first; `forward_ad.dual_level` does not.
-    if is_forward_mode():
+    if _sees_all and forward_ad._current_level >= 0:
         return Observer.TANGENTS
-    if is_transformed():
-        return _of_transforms()
-    modes = has_dispatch_modes()
-    numberless = modes and has_mode_without_numbers()
-    if numberless or any(x is not None and _has_no_numbers(x) for x in tensors):
+    if _sees_all and _transform_level() is not None:
+        names = {each.key().name for each in _transforms() or ()}
+        # All other transforms see PyTorch's operations like a dispatch mode.
+        return Observer.TRANSFORM if names & {"Vmap", "Grad"} else Observer.DISPATCH_MODE
+    modes = _sees_all and _count_dispatch_modes() > 0
+    numberless = modes and any(_mode(each) is not None for each in _modes_without_numbers)
+    if numberless or any(x is not None and (x.is_meta or type(x).__name__ == "FakeTensor") for x in tensors):
         return Observer.NUMBERLESS
     if any(x is not None and type(x) not in (Tensor, nn.Parameter) for x in tensors):
         return Observer.SUBCLASS
     if modes:
         return Observer.DISPATCH_MODE
-    if not answers_all():
+    if not _sees_all:
         return Observer.UNKNOWN
-    if has_function_modes():
+    if _count_function_modes() > 0:
         return Observer.FUNCTION_MODE
-    return Observer.PROFILER if is_profiled() else None
+    return Observer.PROFILER if _is_profiled() else None
 
 
 def unreadable(*tensors: Tensor | None) -> bool:
     """Whether no branch and no shape may depend on values: they cannot be read, or the operations will run on others."""
-    return observed(*tensors) in _UNREADABLE
+    return observed(*tensors) in UNREADABLE
 
 
 def needs_pytorch(*tensors: Tensor | None) -> str | None:
@@ -206,19 +168,7 @@ def transformed(*tensors: Tensor | None) -> str | None:
 
 def without_functions() -> bool:
     """Whether one of our `autograd.Function`s would fail, or remain a Python call in a trace."""
-    return observed() in (Observer.TRACE, Observer.TANGENTS, Observer.TRANSFORM)
-
-
-def _of_transforms() -> Observer:
-    names = transform_names()
-    if names is None:
-        return Observer.UNKNOWN
-    # All other transforms see PyTorch's operations like a dispatch mode.
-    return Observer.TRANSFORM if {"Vmap", "Grad"} & set(names) else Observer.DISPATCH_MODE
-
-
-def _has_no_numbers(x: Tensor) -> bool:
-    return x.is_meta or type(x).__name__ == "FakeTensor"
+    return observed() in (Observer.TRACE, Observer.TANGENTS, Observer.TRANSFORM, Observer.UNKNOWN)
 
 
 def without_autocast(device: str) -> AbstractContextManager[object]:

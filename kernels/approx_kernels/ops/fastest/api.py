@@ -5,8 +5,7 @@ from torch.compiler import assume_constant_result
 
 from approx_kernels.dispatch.checked import doubt
 from approx_kernels.dispatch.implementation import choose, took
-from approx_kernels.dispatch.one_operator import attend_opaquely, exact_is_one_operator
-from approx_kernels.dispatch.opaque import name_kind, told
+from approx_kernels.dispatch.opaque import attend_opaquely, description, exact_is_one_operator, register_kind
 from approx_kernels.ops.exact.api import exact_attention
 from approx_kernels.ops.exact.cpu import chunks_obstacle
 from approx_kernels.ops.fastest.choice import case_of, chosen
@@ -78,13 +77,13 @@ def layer_attention(
     if exact_is_one_operator(q, scale, dropout):
         # The scale may be symbolic, which text cannot hold; one operator implies the default scale.
         text = _described(q.shape[1], q.shape[3], causal, q.shape[3] ** -0.5)
-        return attend_opaquely(None, text, q, k, v, key_mask, 0.0, None)
+        return attend_opaquely(q, k, v, key_mask, None, [], text, False, 0.0)
     return fastest_attention(q, k, v, key_mask, causal=causal, scale=scale, dropout=dropout)
 
 
 @assume_constant_result
 def _described(heads: int, head_dim: int, causal: bool, scale: float) -> str:
-    return told(_Layer, {"heads": heads, "head_dim": head_dim, "causal": causal, "scale": scale})
+    return description(_Layer, {"heads": heads, "head_dim": head_dim, "causal": causal, "scale": scale})
 
 
 class _Layer(nn.Module):
@@ -102,4 +101,4 @@ class _Layer(nn.Module):
         return 4 * self.heads * pairs * self.head_dim
 
 
-name_kind(_Layer)
+register_kind(_Layer)

@@ -1,7 +1,7 @@
 """Names of files that a file of a checkpoint or a record states: relative, normalised, and inside their folder.
 
-Folders come from the hub and from other people. Without this check, a manifest, an index or a link in such a folder makes
-a command read, copy or upload any file of the machine.
+Folders come from the hub and from other people. Without this check, a manifest, an index or a link in such a folder
+makes a command read, copy or upload any file of the machine.
 """
 
 import posixpath
@@ -20,8 +20,8 @@ def inside(folder: Path, name: Any, named_by: str | Path) -> Path:
         named_by: The file that states the name, for the error.
 
     Raises:
-        ApproxError: if the name is not a normalised relative one, or a symbolic link on its way leaves the folder (exit code 8),
-            or it is not a text at all (exit code 5).
+        ApproxError: if the name is not a normalised relative one, or a symbolic link on its way leaves the folder (exit
+            code 8), or it is not a text at all (exit code 5).
     """
     if not is_inside(name):
         raise ApproxError(

@@ -1,7 +1,7 @@
 """Text files of users: their encoding, and their lines.
 
-Lines end at "\\n" or "\\r\\n" only. `str.splitlines` and `str.split` also cut at characters that may be in a word, such as
-U+2028, U+0085 and the no-break space.
+Lines end at "\\n" or "\\r\\n" only. `str.splitlines` and `str.split` also cut at characters that may be in a word, such
+as U+2028, U+0085 and the no-break space.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python bench/assemblers.py --ptxas PATH/ptxas -o reports/gpu      # at most 200 seconds, on a GPU of capability 9.0
 
-Each case runs in a process of its own, with an own cache of compiled kernels, in each form: the assembler that Triton brings, or
-that of `--ptxas`, with k-means padded to 32 clusters, where its kernel mixes two kinds of products, or to 64, as it is shipped. If
-a case also fails with the newer assembler, NVIDIA's compute-sanitizer runs it once more, where it is installed. Writes
-`assemblers.json` and `assemblers.md`.
+Each case runs in a process of its own, with an own cache of compiled kernels, in each form: the assembler that Triton
+brings, or that of `--ptxas`, with k-means padded to 32 clusters, where its kernel mixes two kinds of products, or to
+64, as it is shipped. If a case also fails with the newer assembler, NVIDIA's compute-sanitizer runs it once more, where
+it is installed. Writes `assemblers.json` and `assemblers.md`.
 """
 
 import argparse

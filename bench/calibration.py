@@ -2,10 +2,10 @@
 
     python bench/calibration.py -o reports/calibration
 
-Simulated models with equal error rates, with and without a planted loss, are compared as `approx evaluate` does: about 5 % of
-pairs without a loss may have an interval that excludes 0, and about 5 % of pairs whose loss equals the margin may be settled.
-The number of examples that an inconclusive verdict asks for must then settle four in five. A loss that strikes few
-examples, but wholly, must not pass for no loss. Writes `record.json` and, from it, `report.md`.
+Simulated models with equal error rates, with and without a planted loss, are compared as `approx evaluate` does: about
+5 % of pairs without a loss may have an interval that excludes 0, and about 5 % of pairs whose loss equals the margin
+may be settled. The number of examples that an inconclusive verdict asks for must then settle four in five. A loss that
+strikes few examples, but wholly, must not pass for no loss. Writes `record.json` and, from it, `report.md`.
 """
 
 import argparse

@@ -7,15 +7,17 @@
     python bench/cpu.py -o reports/cpu --redraw               # rebuild the pages from the record
 
 The work is divided into parts, SUITE/MODE/PRECISION/THREADS/LENGTH, such as roberta/forward/float32/2/4096 or, in
-batches of eight, decode/forward/float32/2/4096x8. Suites: `attention` and `attention-causal` (attention of one layer), `roberta`,
-`gpt2` (prefill) and `wav2vec2` (10 to 60 s) end to end, `decode` (one token of GPT-2), `attention-grouped-64` and `-128` (one
-token of a layer whose 32 heads share the keys of 8). Modes: forward, train. `--only` takes a quoted shell pattern for part
-names, in which * also matches slashes. `--longest` adds longest/MECHANISM.
+batches of eight, decode/forward/float32/2/4096x8. Suites: `attention` and `attention-causal` (attention of one layer),
+`roberta`, `gpt2` (prefill) and `wav2vec2` (10 to 60 s) end to end, `decode` (one token of GPT-2),
+`attention-grouped-64` and `-128` (one token of a layer whose 32 heads share the keys of 8). Modes: forward, train.
+`--only` takes a quoted shell pattern for part names, in which * also matches slashes. `--longest` adds
+longest/MECHANISM.
 
 Within a part the contenders take turns, round by round. Parts run from cheapest to most expensive; each is stored in
-DIR/parts with its commit as soon as it is done, and parts stored there or in DIR/record.json are not measured again without
-`--again`: the same command continues where the last one ended. On one thread times are CPU time; on more they are wall time,
-without repetitions that did not get the cores. Writes `record.json` and, from it, `report.md` and its plots.
+DIR/parts with its commit as soon as it is done, and parts stored there or in DIR/record.json are not measured again
+without `--again`: the same command continues where the last one ended. On one thread times are CPU time; on more they
+are wall time, without repetitions that did not get the cores. Writes `record.json` and, from it, `report.md` and its
+plots.
 """
 
 import argparse

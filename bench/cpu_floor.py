@@ -53,8 +53,8 @@ def products_in(precision: str) -> Iterator[None]:
 def calibrate(dtype: str, threads: int) -> dict[str, Any]:
     """Operations per second of a large product, and bytes per second of a large copy, read and written, on these threads.
 
-    In float32 the product may use the fastest precision within the allowed error, and in 16 bits it may go through float32.
-    Products of signs have no copy, and no rate if C cannot be compiled.
+    In float32 the product may use the fastest precision within the allowed error, and in 16 bits it may go through
+    float32. Products of signs have no copy, and no rate if C cannot be compiled.
     """
     if dtype == SIGNS:
         return _calibrate_signs(threads)
@@ -115,7 +115,8 @@ class Work(NamedTuple):
 
     Attributes:
         flops: Operations of products, counting multiplications and additions separately.
-        signs: Operations of products of +-1, which need 8 bits; half of them find the nearest centroids, half move them.
+        signs: Operations of products of +-1, which need 8 bits; half of them find the nearest centroids, half move
+            them.
         numbers: Numbers read or written.
     """
 

@@ -2,17 +2,18 @@
 
     python bench/defaults.py -o reports/defaults --data DIR --checkpoints DIR
 
-Queries, keys and values come from all layers of MiniLM, fine-tuned on SST-2 (for sentences, reviews and long documents) and
-on SQuAD, on texts of each data set; calibration uses half of the texts, and errors are measured on the rest. Long documents
-have 2,048 tokens, beyond 512 on a repeated position table. The error is that of a layer's output, relative to exact attention
-and before the output projection, as a root mean square over its tokens, averaged over layers and `SEEDS` draws. Time is the CPU
-time of one thread, the best of `PASSES` passes, with that of exact attention for comparison.
+Queries, keys and values come from all layers of MiniLM, fine-tuned on SST-2 (for sentences, reviews and long documents)
+and on SQuAD, on texts of each data set; calibration uses half of the texts, and errors are measured on the rest. Long
+documents have 2,048 tokens, beyond 512 on a repeated position table. The error is that of a layer's output, relative to
+exact attention and before the output projection, as a root mean square over its tokens, averaged over layers and
+`SEEDS` draws. Time is the CPU time of one thread, the best of `PASSES` passes, with that of exact attention for
+comparison.
 
-Two rules choose a default. Settings that only cost time (iterations, bits): the smallest value whose error exceeds that of the
-largest by at most `FREE` on every data set. Settings that trade quality for time: unchanged, unless another value is cheaper and
-more accurate by more than `FREE`, to ignore noise, on every data set. Frozen centroids are never a default: they need a
-calibration text. Writes `record.json` and, from it, `report.md` and `defaults.svg`; `--redraw` rebuilds only these
-two.
+Two rules choose a default. Settings that only cost time (iterations, bits): the smallest value whose error exceeds that
+of the largest by at most `FREE` on every data set. Settings that trade quality for time: unchanged, unless another
+value is cheaper and more accurate by more than `FREE`, to ignore noise, on every data set. Frozen centroids are never a
+default: they need a calibration text. Writes `record.json` and, from it, `report.md` and `defaults.svg`; `--redraw`
+rebuilds only these two.
 """
 
 import argparse

@@ -2,12 +2,13 @@
 
     OMP_NUM_THREADS=1 python bench/estimates.py -o reports/estimates --data DIR --checkpoints DIR
 
-Texts, models and errors are those of `bench/defaults.py`, with fewer texts: half of them for calibration, the rest measured, on
-all layers of MiniLM. Performer is compared with uniform attention, which weighs all keys alike, and with the plain estimate with
-an eps added to features, 1e-6 as in the paper and 1e-4 as in a widely used implementation, both as our own formulas. For LSH the
-rows show the share of the attention weight that rounds of hashing capture with shared keys, by buckets per cluster, also with as
-many buckets as clusters, as in Reformer; and errors with and without `dedup`. Times are CPU milliseconds of one thread for all
-layers of one text, the best of `PASSES`, with settings in turns. Writes `record.json` and, from it, `report.md`.
+Texts, models and errors are those of `bench/defaults.py`, with fewer texts: half of them for calibration, the rest
+measured, on all layers of MiniLM. Performer is compared with uniform attention, which weighs all keys alike, and with
+the plain estimate with an eps added to features, 1e-6 as in the paper and 1e-4 as in a widely used implementation, both
+as our own formulas. For LSH the rows show the share of the attention weight that rounds of hashing capture with shared
+keys, by buckets per cluster, also with as many buckets as clusters, as in Reformer; and errors with and without
+`dedup`. Times are CPU milliseconds of one thread for all layers of one text, the best of `PASSES`, with settings in
+turns. Writes `record.json` and, from it, `report.md`.
 """
 
 import argparse

@@ -3,12 +3,12 @@
     python bench/gpt2_model.py -o runs/gpt2 --encoder MINILM --tokenizer ../shared/data/tokenizers/gpt2 \\
         --data ../shared/data
 
-`--data` holds the texts: `longdocs`, `imdb` and `squad`, written as WikiText writes: with spaces around punctuation. The
-perplexities are those of the validation split of WikiText-2, `lm/wikitext-2`, which none of them is part of.
+`--data` holds the texts: `longdocs`, `imdb` and `squad`, written as WikiText writes: with spaces around punctuation.
+The perplexities are those of the validation split of WikiText-2, `lm/wikitext-2`, which none of them is part of.
 
-The model starts from random weights, except for its embeddings: those of the words in a real BERT, MiniLM, reduced to its
-size. A model of this size that has read a few million tokens is a weak one. It shows what a conversion changes in a working
-GPT-2, and no more. `model/` is the checkpoint, `text.txt` the texts, `figures.json` the perplexities.
+The model starts from random weights, except for its embeddings: those of the words in a real BERT, MiniLM, reduced to
+its size. A model of this size that has read a few million tokens is a weak one. It shows what a conversion changes in a
+working GPT-2, and no more. `model/` is the checkpoint, `text.txt` the texts, `figures.json` the perplexities.
 """
 
 import argparse
@@ -74,8 +74,8 @@ def shuffled(data: Path, seed: int) -> str:
 def embeddings(tokenizer: Any, encoder: str) -> Tensor:
     """Embeddings of BERT for the tokens of GPT-2, reduced to `HIDDEN` numbers by principal components, [V, HIDDEN].
 
-    Source: Minixhofer et al. 2022, "WECHSEL", arXiv 2112.06598, moves a model to other tokens; departs from it: a token gets
-    the mean of the pieces that BERT cuts it into.
+    Source: Minixhofer et al. 2022, "WECHSEL", arXiv 2112.06598, moves a model to other tokens; departs from it: a token
+    gets the mean of the pieces that BERT cuts it into.
     """
     bert = AutoTokenizer.from_pretrained(encoder)
     table = AutoModel.from_pretrained(encoder).get_input_embeddings().weight.detach()

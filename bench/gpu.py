@@ -5,14 +5,16 @@
     python bench/gpu.py --plan                                # the order, and the time that each stage may take
     python bench/gpu.py -o reports/gpu --redraw               # rebuild page, plot and what is shipped from the record
 
-A part is a suite/mode/dtype/length x batch/way, and its contenders are mechanisms, back ends and peers. Each contender of a part
-is first tried in a process of its own: outputs and gradients against the reference, and as a CUDA graph. Those that pass take
-turns with exact attention, one after the other. One that fails, hangs or kills its process is a row with its error, and the
-others go on. Each row is stored as soon as it is measured, and the record is written after every stage.
+A part is a suite/mode/dtype/length x batch/way, and its contenders are mechanisms, back ends and peers. Each contender
+of a part is first tried in a process of its own: outputs and gradients against the reference, and as a CUDA graph.
+Those that pass take turns with exact attention, one after the other. One that fails, hangs or kills its process is a
+row with its error, and the others go on. Each row is stored as soon as it is measured, and the record is written after
+every stage.
 
-The kernels of an op are used by `auto` if all mechanisms that run them are right in a stage of its own, `checks`; the result is
-stored where `approx doctor` looks. Writes `record.json` and, from it, `report.md` and a plot. What `reports/gpu` holds is shipped with
-the package, so that `auto` uses these kernels on other GPUs of that compute capability too.
+The kernels of an op are used by `auto` if all mechanisms that run them are right in a stage of its own, `checks`; the
+result is stored where `approx doctor` looks. Writes `record.json` and, from it, `report.md` and a plot. What
+`reports/gpu` holds is shipped with the package, so that `auto` uses these kernels on other GPUs of that compute
+capability too.
 """
 
 import argparse
@@ -51,8 +53,8 @@ KEPT = Path(__file__).resolve().parent.parent / "reports" / "gpu"
 BUDGET, RESERVE = 560.0, 10.0
 # The share of the time that the tests take where they are asked for, and of a part's time that its tries may take.
 TESTS, TRYING = 0.17, 0.6
-# Number of processes that try and verify, and of those whose references need much memory; seconds without a message after which
-# one counts as hung, if it may have to compile kernels, and if all are compiled.
+# Number of processes that try and verify, and of those whose references need much memory; seconds without a message
+# after which one counts as hung, if it may have to compile kernels, and if all are compiled.
 LANES, LARGE_LANES, COMPILING, SILENCE = 12, 3, 240.0, 90.0
 # Tokens from which references need much memory.
 LARGE = 4096

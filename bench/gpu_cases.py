@@ -29,8 +29,8 @@ CAUSAL_SETTINGS: Mapping[str, tuple[dict[str, Any], ...]] = MappingProxyType(
         "sinks": ({"window": 508},),
     }
 )
-# Forms with separate kernels that are not measured in models, besides the settings above or the defaults; the last form of
-# linear attention is that of LoLCATs.
+# Forms with separate kernels that are not measured in models, besides the settings above or the defaults; the last form
+# of linear attention is that of LoLCATs.
 FORMS: Mapping[str, tuple[dict[str, Any], ...]] = MappingProxyType(
     {
         "lsh": ({"dedup": True}, {"variant": "shared"}),

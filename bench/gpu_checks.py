@@ -63,8 +63,8 @@ def outdated(result: Mapping[str, Any]) -> bool:
 def checks(verified: Iterable[Mapping[str, Any]], wanted: Sequence[Mapping[str, Any]]) -> dict[str, Check]:
     """The checks of each op and dtype, from verifications.
 
-    An op has failed if anything that may run it failed. It has passed if everything `wanted` that may run it is correct and
-    some of it ran the kernels. Otherwise there is no check, and verifications of other sources do not count.
+    An op has failed if anything that may run it failed. It has passed if everything `wanted` that may run it is correct
+    and some of it ran the kernels. Otherwise there is no check, and verifications of other sources do not count.
 
     Args:
         verified: The verifications: `suite`, `dtype`, `name`, `status` or `error`, `kernels` and `sources`.

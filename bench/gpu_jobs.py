@@ -44,7 +44,8 @@ def _machine(given: dict[str, Any], device: torch.device, say: Say, before: Mapp
 def _try(given: dict[str, Any], device: torch.device, say: Say, before: Mapping[str, Row]) -> dict[str, Any]:
     """Run a contender once on the shapes of a part, compare it with its reference, and capture it.
 
-    Its process ends with it, whatever happened: one that wrote where it must not may have spoiled what others would read.
+    Its process ends with it, whatever happened: one that wrote where it must not may have spoiled what others would
+    read.
     """
     part, name = Part(**given["part"]), given["name"]
     if name in before:

@@ -28,8 +28,8 @@ PRODUCTS = (
     ("float32", torch.float32, "highest"),
 )
 WATCHED = ("temperature.gpu", "clocks.sm", "clocks.mem", "power.draw", "utilization.gpu", "memory.used")
-# Arguments of pytest: tests that need a GPU, only in the folders that have them; collecting all others would take much of
-# the time, and packages that their files import may be missing.
+# Arguments of pytest: tests that need a GPU, only in the folders that have them; collecting all others would take much
+# of the time, and packages that their files import may be missing.
 TESTS = ("-m", "gpu", "--continue-on-collection-errors", "tests/kernels", "tests/evaluation")
 # Processes for the tests: compiling takes most of their time.
 TESTERS = 8

@@ -17,13 +17,13 @@ from bench.gpu_peers import COMPILED, Inputs, Step
 from bench.gpu_workers import in_one_line
 from tests.closeness import error_and_budget
 
-# Samples, tokens and heads: a tile or two, or less with padding; an odd number; many tokens, with few heads so that all pairs fit
-# in float64; and a number at which heads are split to fill a card.
+# Samples, tokens and heads: a tile or two, or less with padding; an odd number; many tokens, with few heads so that all
+# pairs fit in float64; and a number at which heads are split to fill a card.
 SHAPES = ((3, 150, HEADS), (2, 1000, HEADS), (1, 8192, 1), (1, 2048, HEADS))
 # The shapes that are compiled.
 COMPILED_SHAPES = SHAPES[1:2]
-# Pairs of queries and keys, over heads and samples, up to which references take all samples, and float64; beyond it they take the
-# first sample, and float32.
+# Pairs of queries and keys, over heads and samples, up to which references take all samples, and float64; beyond it
+# they take the first sample, and float32.
 PAIRS = 2**28
 # As in the tests: sums over tiles round a few times more than a single sum.
 FACTOR = 6.0
@@ -60,9 +60,9 @@ def verify(
         graph: Whether to capture CUDA graphs too.
 
     Returns:
-        `status`, `ok` or the error; `errors`, for outputs and gradients, including parameters, the largest over the shapes with its budget; the ops
-        that ran `kernels`; and `graphs`, for forward and train whether a captured graph gives the eager results: `equal`,
-        or why it cannot be used, or None without graphs.
+        `status`, `ok` or the error; `errors`, for outputs and gradients, including parameters, the largest over the
+        shapes with its budget; the ops that ran `kernels`; and `graphs`, for forward and train whether a captured graph
+        gives the eager results: `equal`, or why it cannot be used, or None without graphs.
     """
     causal = suite == "attention-causal"
     result: dict[str, Any] = {"errors": {}, "kernels": [], "graphs": {"forward": None, "train": None}}
@@ -161,7 +161,8 @@ def _in_kernels() -> set[str]:
 def _set_apart(given: Inputs) -> None:
     """Make the mean query of every cluster weigh the first `topk` keys most, by more than 16 bits round.
 
-    Otherwise kernels and reference choose others among scores that are equal in 16 bits, and gradients depend on the choice.
+    Otherwise kernels and reference choose others among scores that are equal in 16 bits, and gradients depend on the
+    choice.
     """
     given.q[..., 0] = 3.0
     given.k[:, :, :KEPT, 0] += 16.0
@@ -237,7 +238,7 @@ def _replayed(run: Callable[[], list[Tensor]], eager: list[Tensor]) -> str:
         float((one.double() - other.double()).norm() / other.double().norm().clamp(min=1e-30))
         for one, other in zip(made, eager, strict=True)
     )
-    # Sums that depend on the order of additions, as in PyTorch's backward passes, are never bit-equal: in float32 two eager
-    # runs differ by up to a dozen roundings. A graph that reads the wrong memory is off by orders more.
+    # Sums that depend on the order of additions, as in PyTorch's backward passes, are never bit-equal: in float32 two
+    # eager runs differ by up to a dozen roundings. A graph that reads the wrong memory is off by orders more.
     close = apart <= 16 * torch.finfo(eager[0].dtype).eps
     return f"close, {apart:.0e} apart" if close else f"gives something else: {apart:.1e} apart"

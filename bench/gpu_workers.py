@@ -1,7 +1,8 @@
 """Jobs in separate processes, so that a crash or a hang costs one contender and not the run.
 
-After an illegal access on a GPU its process cannot use the GPU any more, and a kernel that hangs cannot be aborted. So the
-main process uses no GPU; processes say which contender they run next, and if one is lost that contender is not run again.
+After an illegal access on a GPU its process cannot use the GPU any more, and a kernel that hangs cannot be aborted. So
+the main process uses no GPU; processes say which contender they run next, and if one is lost that contender is not run
+again.
 """
 
 import multiprocessing
@@ -64,8 +65,8 @@ def carry_out(
     Args:
         jobs: The jobs.
         work: Runs one job; a module-level function.
-        keep: Called here with the result of a job, only `error` if it failed; and, if the job says rows, after each with those so
-            far as its `contenders`, and `unfinished`.
+        keep: Called here with the result of a job, only `error` if it failed; and, if the job says rows, after each
+            with those so far as its `contenders`, and `unfinished`.
         lanes: Number of parallel processes.
         deadline: On the monotonic clock: unfinished jobs are then aborted.
         silence: Seconds without a message after which a process counts as hung.
@@ -78,8 +79,8 @@ def carry_out(
     waiting, rows, failed = list(jobs), {job.id: dict[str, Row]() for job in jobs}, Counter[str]()
     # A forked process could not use CUDA if its parent did; the parent of these has only imported.
     context = multiprocessing.get_context("forkserver")
-    # That parent passes in silence over modules that it cannot import, and knows only this of where they are. Each process would
-    # then import them for itself, which took 13 seconds for a row that takes one.
+    # That parent passes in silence over modules that it cannot import, and knows only this of where they are. Each
+    # process would then import them for itself, which took 13 seconds for a row that takes one.
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, sys.path)))
     context.set_forkserver_preload(list(preload))
     crew = [_Lane(context, work, log) for _ in range(max(1, min(lanes, len(waiting))))]

@@ -7,11 +7,11 @@
         --start ../shared/checkpoints/minilm-sst2 --brown ../shared/data/longdocs/brown/train.jsonl.gz
 
 It starts from a BERT fine-tuned on SST-2, extends its positions like `--max-length`, and trains the upper half of the
-layers with exact attention, on one thread, for a few minutes. Batches hold a similar number of tokens at every length, so
-most of the texts are truncated to fit a small budget. Settings were not tuned, except for the genres: fifteen of them
-were learned badly (28 % right of 193 at 512 tokens), so they are merged into four, as the corpus groups them. `model/` is
-the checkpoint; the .jsonl files beside it hold held-out texts: movie reviews and IMDb, or half of the Brown corpus, whose
-other half is trained on, whole and from later words on. None of them belongs in a repository.
+layers with exact attention, on one thread, for a few minutes. Batches hold a similar number of tokens at every length,
+so most of the texts are truncated to fit a small budget. Settings were not tuned, except for the genres: fifteen of
+them were learned badly (28 % right of 193 at 512 tokens), so they are merged into four, as the corpus groups them.
+`model/` is the checkpoint; the .jsonl files beside it hold held-out texts: movie reviews and IMDb, or half of the Brown
+corpus, whose other half is trained on, whole and from later words on. None of them belongs in a repository.
 """
 
 import argparse

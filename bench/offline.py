@@ -2,14 +2,14 @@
 
     python bench/offline.py -o reports/kernels
 
-Each file of `bench/launches` launches the kernels of one op on CPU tensors. The launches are intercepted, and compiled for
-compute capability 8.0 (A100), 9.0 (H100, H200) and 10.0 (B200) with their arguments. Writes `record.json` and, from it,
-`report.md`; `--only OP` reads one op, `--first` the first launch of each. Without `-o` the figures are printed as JSON. The
-record holds a digest of its sources, so that an outdated table is detected without compiling.
+Each file of `bench/launches` launches the kernels of one op on CPU tensors. The launches are intercepted, and compiled
+for compute capability 8.0 (A100), 9.0 (H100, H200) and 10.0 (B200) with their arguments. Writes `record.json` and, from
+it, `report.md`; `--only OP` reads one op, `--first` the first launch of each. Without `-o` the figures are printed as
+JSON. The record holds a digest of its sources, so that an outdated table is detected without compiling.
 
-A GPU runs what its own Triton and assembler make, so the record has the figures of each compiler that was run, by the versions of
-Triton and of the ptxas that it runs for Hopper. Run it again with another Triton, and its figures join. `--ptxas PATH` has the
-same PTX assembled by another program too:
+A GPU runs what its own Triton and assembler make, so the record has the figures of each compiler that was run, by the
+versions of Triton and of the ptxas that it runs for Hopper. Run it again with another Triton, and its figures join.
+`--ptxas PATH` has the same PTX assembled by another program too:
 
     pip install --target OLD --no-deps triton==3.6.0
     PYTHONPATH=OLD python bench/offline.py --capability 90 --ptxas …/bin/ptxas -o reports/kernels

@@ -1,7 +1,7 @@
 """Push a random Llama of 570 MB to a hub on this machine, beside the hub client alone: bench/push.py -o RECORD.
 
-The hub is the one of the tests. `approx push` does more than send files: it checks the folder, downloads what it sent, loads it
-in a clean process and compares outputs.
+The hub is the one of the tests. `approx push` does more than send files: it checks the folder, downloads what it sent,
+loads it in a clean process and compares outputs.
 """
 
 import argparse

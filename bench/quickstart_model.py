@@ -3,8 +3,8 @@
     python bench/quickstart_model.py -o approx/quickstart --force
 
 It takes two minutes on one core and ends at accuracy 1.000 on 200 held-out documents of 256, 1,024 and 2,048 tokens.
-Small in everything but attention (64 numbers per token, 2,048 tokens), so that attention takes nearly all of the time of a
-forward pass. Documents grow during training; short ones are placed anywhere in the position table, which trains
+Small in everything but attention (64 numbers per token, 2,048 tokens), so that attention takes nearly all of the time
+of a forward pass. Documents grow during training; short ones are placed anywhere in the position table, which trains
 all positions at the cost of a few. The answer at [CLS] alone is a sparse signal, so every word is trained too;
 a conversion then shows what it shows on large models: many queries that ask nearly the same question.
 """

@@ -3,8 +3,8 @@
     python bench/search.py MODEL plan-search --options '{"task": "squad", "length": 384, "budget": "loss<=0.5"}'
 
 The options are those of the search, whose folder holds its sensitivities. The area (hypervolume) is that of all
-speeds and losses that some measured plan beats, with 1x and `--worst` points as its corner, for uniform plans alone and with
-the found ones.
+speeds and losses that some measured plan beats, with 1x and `--worst` points as its corner, for uniform plans alone and
+with the found ones.
 """
 
 import argparse

@@ -3,8 +3,8 @@
     python bench/speech_model.py -o runs/speech --reviews ../shared/data/imdb/train.jsonl.gz \\
         --librispeech ../shared/data/librispeech
 
-`espeak-ng` reads sentences of real reviews aloud, in several voices, accents, pitches and speeds. Sentences are short and
-have frequent words only. The utterances of three speakers of LibriSpeech are trained on as well. The folders, in
+`espeak-ng` reads sentences of real reviews aloud, in several voices, accents, pitches and speeds. Sentences are short
+and have frequent words only. The utterances of three speakers of LibriSpeech are trained on as well. The folders, in
 LibriSpeech's layout:
 
 - `model`: the checkpoint;
@@ -13,7 +13,8 @@ LibriSpeech's layout:
 - `new-speakers`: utterances of other speakers of LibriSpeech.
 
 A model of this size that has heard hours of synthetic speech, and minutes of real speech, recognises hardly any real
-speech. It shows what a conversion changes in a working Wav2Vec2, and no more. Training takes under an hour on two cores.
+speech. It shows what a conversion changes in a working Wav2Vec2, and no more. Training takes under an hour on two
+cores.
 """
 
 import argparse
@@ -154,10 +155,11 @@ def make_processor() -> Wav2Vec2Processor:
 def make_model(processor: Any) -> Wav2Vec2ForCTC:
     """The untrained model: frames of 20 ms like its larger relatives, six layers of four heads.
 
-    The first layer begins as a bank of windowed sinusoids on the mel scale, in four phases, so that little speech is enough.
+    The first layer begins as a bank of windowed sinusoids on the mel scale, in four phases, so that little speech is
+    enough.
 
-    Source: Zeghidour et al. 2018, "Learning Filterbanks from Raw Speech for Phone Recognition", arXiv 1711.01161; departs
-    from it in the non-linearity, which is Wav2Vec2's own.
+    Source: Zeghidour et al. 2018, "Learning Filterbanks from Raw Speech for Phone Recognition", arXiv 1711.01161;
+    departs from it in the non-linearity, which is Wav2Vec2's own.
     """
     config = Wav2Vec2Config(
         vocab_size=len(processor.tokenizer),

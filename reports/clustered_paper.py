@@ -30,7 +30,8 @@ PUBLISHED = {
 MECHANISMS = ("improved-clustered", "clustered")
 # The first of a task's records that is there is shown.
 RECORDS = {"glue/sst2": ("minilm-sst2-defaults", "minilm-sst2"), "squad": ("minilm-squad",)}
-# Share of the exact score that is left, at least; set before the run of SQuAD, but after a trial on 100 of its questions.
+# Share of the exact score that is left, at least; set before the run of SQuAD, but after a trial on 100 of its
+# questions.
 KEEPS, COLLAPSES = 0.95, 0.5
 WORDS = {"keeps": "it keeps the score", "loses": "it loses part of the score", "collapses": "it collapses"}
 

@@ -1,6 +1,7 @@
 """Make the example of what a push publishes: `python reports/push_example.py [FOLDER]`.
 
-A variant of the quickstart is converted again, and `approx push --dry-run` writes the folder with the record of `approx run quickstart`.
+A variant of the quickstart is converted again, and `approx push --dry-run` writes the folder with the record of
+`approx run quickstart`.
 """
 
 import sys

@@ -32,8 +32,8 @@ README = ROOT / "README.md"
 SPEED = ROOT / "docs" / "speed.md"
 HEALING = ROOT / "docs" / "healing.md"
 SEARCH = ROOT / "docs" / "search.md"
-# The README's table: the record whose texts are as long as what was timed, and where; the one of SQuAD with healed variants, and
-# the one with all mechanisms.
+# The README's table: the record whose texts are as long as what was timed, and where; the one of SQuAD with healed
+# variants, and the one with all mechanisms.
 LONG, LENGTHS = "genres", (512, 2048)
 SQUAD, SQUAD_LENGTH, UNHEALED = "heal-squad", 384, "minilm-squad"
 # The reports whose pages are kept; of the others there are the record, the text and the tables.

@@ -1,7 +1,7 @@
 """Where the figures of generated tables come from.
 
-A record that is older than a field of verdicts makes `reports/refresh.py` fail, unless older.toml lists it with the reason why it was
-not made again; the table then says what it lacks.
+A record that is older than a field of verdicts makes `reports/refresh.py` fail, unless older.toml lists it with the
+reason why it was not made again; the table then says what it lacks.
 """
 
 import tomllib

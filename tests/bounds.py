@@ -1,7 +1,8 @@
 """Triton's interpreter with every access checked against the tensor it began from.
 
-A load, store or atomic outside its tensor is an error, also where another tensor of the launch lies there; so is a cell that two
-programs of a launch store to. Tensors that the package leaves empty are full of NaN, or of numbers that are no place.
+A load, store or atomic outside its tensor is an error, also where another tensor of the launch lies there; so is a cell
+that two programs of a launch store to. Tensors that the package leaves empty are full of NaN, or of numbers that are no
+place.
 """
 
 import sys

@@ -70,8 +70,8 @@ def pytest_collection_modifyitems(config, items):
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     report = yield
-    # After a CUDA error its process cannot use the GPU any more, and every other test in it would fail too. A worker of pytest-xdist
-    # ends instead; the test counts as failed, and another worker goes on with the others.
+    # After a CUDA error its process cannot use the GPU any more, and every other test in it would fail too. A worker of
+    # pytest-xdist ends instead; the test counts as failed, and another worker goes on with the others.
     broken = call.excinfo is not None and "CUDA error" in str(call.excinfo.value)
     if broken and "PYTEST_XDIST_WORKER" in os.environ:
         sys.stderr.write(f"{item.nodeid} broke its process:\n{report.longreprtext}\n")

@@ -22,9 +22,10 @@ class Stage:
     """A pydantic model whose fields are options of a command.
 
     Attributes:
-        model: Dotted name of the model; it is imported when its options are first needed, as pydantic takes long to import.
-        panels: Panel of the help -> names of the fields in it, both in their order; it may hold only options of the command
-            itself. The other fields come first, in no panel.
+        model: Dotted name of the model; it is imported when its options are first needed, as pydantic takes long to
+            import.
+        panels: Panel of the help -> names of the fields in it, both in their order; it may hold only options of the
+            command itself. The other fields come first, in no panel.
         renamed: Field -> its option, where that is not named after the field.
         former: Earlier name of an option, still accepted but not shown -> its field.
         defaults: Field -> its value as typed, where the model has no default.

@@ -208,7 +208,8 @@ def visible(text: str, escape: str = "\\x") -> str:
 def open_streams() -> None:
     """Open the null device for each standard stream that the caller has closed.
 
-    Otherwise the next file that is opened, such as a record, takes its number, and what a library prints lands in that file.
+    Otherwise the next file that is opened, such as a record, takes its number, and what a library prints lands in that
+    file.
     """
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:

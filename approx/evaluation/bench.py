@@ -88,8 +88,8 @@ def bench(
     end = begun + (math.inf if options.time_budget is None else seconds(options.time_budget))
     grid = [(batch, length) for batch in sorted(set(options.batches)) for length in sorted(set(options.lengths))]
     cache_mb_of = {contender.name: contender.cache_mb for contender in contenders}
-    # Seconds per token of the last row, a guess for the next one: warm-up makes it too high for short sizes, attention too
-    # low for long ones.
+    # Seconds per token of the last row, a guess for the next one: warm-up makes it too high for short sizes, attention
+    # too low for long ones.
     pace = 0.0
     for done, (batch, length) in enumerate(grid):
         row_begun = time.monotonic()

@@ -17,11 +17,12 @@ class AdaptiveSpanAttention(Mechanism):
     Distances count in both directions unless causal, and include padding between two tokens. Training learns z, stored
     as a fraction of the longest span so that it suits the learning rate of other parameters; add `penalty`, times a
     weight, to the loss, or spans have no reason to shrink. Training and inference compute the same: each head within
-    its own window, heads of similar span together. Heads whose span covers the whole input run exact attention, bit for bit.
+    its own window, heads of similar span together. Heads whose span covers the whole input run exact attention, bit for
+    bit.
 
     Source: Sukhbaatar, Grave, Bojanowski, Joulin, 2019, Adaptive Attention Span in Transformers, arXiv 1905.07799;
-    departs from it in keeping the positions of the model instead of relative ones, in the bidirectional form, in windows
-    for groups of heads instead of one as long as the layer's longest, in a penalty that is not divided by the
+    departs from it in keeping the positions of the model instead of relative ones, in the bidirectional form, in
+    windows for groups of heads instead of one as long as the layer's longest, in a penalty that is not divided by the
     number of heads, and in spans fitted to inputs instead of learned (`start`).
 
     Args:
@@ -112,9 +113,9 @@ class AdaptiveSpanAttention(Mechanism):
     def calibrate(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> None:
         """Set each head's span to the shortest whole number that keeps its attention, averaged over the real queries.
 
-        A head keeps the longest span if it needs over half of the longest distance in the batch: a shorter one would save
-        little, and on longer inputs the head may look farther, as heads do that attend to the first token or a separator.
-        The batch should hold inputs as long as those the model will run on.
+        A head keeps the longest span if it needs over half of the longest distance in the batch: a shorter one would
+        save little, and on longer inputs the head may look farther, as heads do that attend to the first token or a
+        separator. The batch should hold inputs as long as those the model will run on.
 
         Args: as for `forward`.
         """
@@ -165,8 +166,8 @@ class AdaptiveSpanAttention(Mechanism):
     def _known(self) -> list[float]:
         """The spans as Python numbers.
 
-        Reading them synchronises with an accelerator, so evaluation reads them once per value of the parameter. In-place
-        writes to `parameter.data`, which bypass PyTorch's version counter, take effect on a CPU only.
+        Reading them synchronises with an accelerator, so evaluation reads them once per value of the parameter.
+        In-place writes to `parameter.data`, which bypass PyTorch's version counter, take effect on a CPU only.
         """
         held = self.fraction.detach()
         count = changes(held)

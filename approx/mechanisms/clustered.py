@@ -41,7 +41,8 @@ class ClusteredAttention(Mechanism):
         clusters: Groups of queries, C; more is closer to exact. None takes 25 for samples of up to 512 real
             tokens and 100 beyond, and always 100 when frozen.
         bits: Sign bits of a hash, 1 to 63; unused when frozen.
-        iterations: Most iterations of k-means, which stops when no assignment changes. Frozen centroids take at least 10.
+        iterations: Most iterations of k-means, which stops when no assignment changes. Frozen centroids take at least
+            10.
         hash_bias: Whether the hash planes are offset from the origin; Hamming distance then follows the Euclidean
             distance rather than the angle.
         frozen: Whether `calibrate` fits the centroids once; until then they are random.
@@ -236,7 +237,8 @@ class ImprovedClusteredAttention(ClusteredAttention):
             tokens and 100 beyond, and always 100 when frozen.
         topk: Keys that each query weighs itself, K; more is closer to exact.
         bits: Sign bits of a hash, 1 to 63; unused when frozen.
-        iterations: Most iterations of k-means, which stops when no assignment changes. Frozen centroids take at least 10.
+        iterations: Most iterations of k-means, which stops when no assignment changes. Frozen centroids take at least
+            10.
         hash_bias: Whether the hash planes are offset from the origin; Hamming distance then follows the Euclidean
             distance rather than the angle.
         frozen: Whether `calibrate` fits the centroids once; until then they are random.

@@ -129,8 +129,9 @@ class FullAttention(Mechanism):
 class FlashAttention(Mechanism):
     """Softmax attention tile by tile with an online softmax, in O(L S D) time and O(L) memory.
 
-    Without padding an installed FlashAttention-4 or -3 runs. With it our kernels do, which skip keys and queries before the
-    first and after the last real token. Where neither can (no CUDA, dropout, another head size) it is PyTorch's fused attention.
+    Without padding an installed FlashAttention-4 or -3 runs. With it our kernels do, which skip keys and queries before
+    the first and after the last real token. Where neither can (no CUDA, dropout, another head size) it is PyTorch's
+    fused attention.
 
     Source: Dao, 2023, FlashAttention-2, arXiv 2307.08691; departs from it in a deterministic backward pass.
     """

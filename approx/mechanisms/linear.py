@@ -33,8 +33,8 @@ class LinearAttention(Mechanism):
         eps: Added to the normaliser, above 0; with a window, the normaliser's lower bound.
         scale_inputs: Whether q and k are multiplied by the root of `scale` first; the papers do not.
         window: Nearest keys that a softmax weighs, w: with `causal` the last w including a query's own, otherwise w on
-            either side and its own, counting padding between them. 0 for none. Adds a learned factor of the softmax part
-            for each head.
+            either side and its own, counting padding between them. 0 for none. Adds a learned factor of the softmax
+            part for each head.
 
     Raises:
         ApproxError: if a setting is wrong.

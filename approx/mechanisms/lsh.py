@@ -32,13 +32,15 @@ class LshAttention(Mechanism):
         variant: `asymmetric`, or `shared`, which cannot decode with a KV cache because that holds no queries.
         rounds: Rounds of hashing; more is closer to exact. Small clusters need 8.
         cluster: Tokens of a cluster; more is closer to exact.
-        buckets: Buckets per cluster of the `shared` variant, a power of two; at most 128 in all. More buckets group tokens
-            that are more alike. The asymmetric variant and the causal form, whose clusters are buckets, ignore it.
+        buckets: Buckets per cluster of the `shared` variant, a power of two; at most 128 in all. More buckets group
+            tokens that are more alike. The asymmetric variant and the causal form, whose clusters are buckets, ignore
+            it.
         seed: Seed of the random directions, which are a buffer and saved with the checkpoint.
         dedup: Whether a pair that meets in several rounds counts once rather than once per round. None means true with
-            shared keys and in the causal form at up to 4 rounds, where it adds under 10% to the time and lowers the error
-            by 17% to 20%. It means false at more rounds, where it adds up to 25%, and in the bidirectional asymmetric form,
-            where it adds 20% to 33%, halves the error on a few hundred tokens and hardly changes it on thousands.
+            shared keys and in the causal form at up to 4 rounds, where it adds under 10% to the time and lowers the
+            error by 17% to 20%. It means false at more rounds, where it adds up to 25%, and in the bidirectional
+            asymmetric form, where it adds 20% to 33%, halves the error on a few hundred tokens and hardly changes it on
+            thousands.
 
     Raises:
         ApproxError: if a setting is wrong.

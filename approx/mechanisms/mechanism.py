@@ -39,10 +39,11 @@ class Mechanism(nn.Module):
     supports_decode: ClassVar[bool]
     # Whether some settings add parameters; those of an instance are its `parameters()`.
     trainable: ClassVar[bool] = False
-    # Whether queries skip keys; the captured mass, exact attention's weight on the keys they keep, then predicts the error.
+    # Whether queries skip keys; the captured mass, exact attention's weight on the keys they keep, then predicts the
+    # error.
     sparse: ClassVar[bool] = False
-    # What the causal form keeps during decoding: a growing `cache` of all keys and values, which `forward` reads; a `ring` of
-    # those in reach; or a `recurrent` state. The last two are bounded and `decode` reads them.
+    # What the causal form keeps during decoding: a growing `cache` of all keys and values, which `forward` reads; a
+    # `ring` of those in reach; or a `recurrent` state. The last two are bounded and `decode` reads them.
     decode_state: ClassVar[Literal["cache", "ring", "recurrent"]] = "cache"
     # Whether `forward` takes `notes`, a dictionary stored with the KV cache: results about its keys, tensors of first
     # dimension B, that later calls reuse.
@@ -55,8 +56,8 @@ class Mechanism(nn.Module):
     always_exact: ClassVar[bool] = False
     # Whether it computes or sorts all pairs, so that it saves nothing.
     quadratic: ClassVar[bool] = False
-    # `whole` if `torch.compile` can trace every step; otherwise the reason why it cannot, and the mechanism is compiled as one
-    # operator. An export always traces the steps.
+    # `whole` if `torch.compile` can trace every step; otherwise the reason why it cannot, and the mechanism is compiled
+    # as one operator. An export always traces the steps.
     compiles: ClassVar[str] = "whole"
     # Whether it runs in C on a CPU; that is faster than compiled code, so it is compiled as one operator there.
     runs_c: ClassVar[bool] = False
@@ -70,8 +71,8 @@ class Mechanism(nn.Module):
     examples: ClassVar[dict[str, dict[str, Any]]] = {"": {}}
     # The settings that benchmarks time, by form.
     timed: ClassVar[dict[Literal["bidirectional", "causal"], tuple[dict[str, Any], ...]]] = {}
-    # The settings that a search tries, from cheap to accurate, and when it does: `always`, only if it trains (`healed`),
-    # or only if the mechanism is `named`.
+    # The settings that a search tries, from cheap to accurate, and when it does: `always`, only if it trains
+    # (`healed`), or only if the mechanism is `named`.
     candidates: ClassVar[tuple[dict[str, Any], ...]] = ({},)
     searched: ClassVar[Literal["always", "healed", "named"]] = "named"
     # Its colour in plots, `#rrggbb`, legible on white and on near-black; None takes one that follows from its name.
@@ -147,9 +148,9 @@ class Mechanism(nn.Module):
             q: Queries, [B, H, L, D], float.
             k: Keys, [B, G, S, D], where H is a multiple of G: query head h reads key head h // (H / G).
             v: Values, [B, G, S, E].
-            key_mask: [B, S] bool, True at real keys; None when all are real. Where L <= S, query i is the token of key S - L + i
-                and is padding if that key is. Outputs of padding have no meaning. Padding may hold NaN, except for `exact`,
-                `flash`, `sdpa` and on GPUs.
+            key_mask: [B, S] bool, True at real keys; None when all are real. Where L <= S, query i is the token of key
+                S - L + i and is padding if that key is. Outputs of padding have no meaning. Padding may hold NaN,
+                except for `exact`, `flash`, `sdpa` and on GPUs.
             dropout: Probability of dropping an attention weight; 0 outside training.
 
         Returns:
@@ -236,8 +237,8 @@ class Mechanism(nn.Module):
     def approximated_pairs(self, length: int) -> float:
         """Share of the pairs of `length` real tokens, averaged over heads, whose weight is not that of exact attention.
 
-        A pair counts if its key is left out, or its score is not computed from its own query and key. By default that is
-        every pair from `differs_from` on.
+        A pair counts if its key is left out, or its score is not computed from its own query and key. By default that
+        is every pair from `differs_from` on.
         """
         start = self.differs_from()
         return float(start is not None and length >= start)

@@ -25,8 +25,8 @@ from approx_kernels.ops.performer.api import (
 )
 from approx_kernels.tokens import check_shapes, sharing
 
-# Share of uniform attention until one is given or fitted: on real activations the best of 0.3, 0.5 and 0.7 for 64 to 1,024
-# plain features, and always more accurate than the paper's eps.
+# Share of uniform attention until one is given or fitted: on real activations the best of 0.3, 0.5 and 0.7 for 64 to
+# 1,024 plain features, and always more accurate than the paper's eps.
 _UNFITTED = 0.5
 # Largest fitted share: at 1, queries and keys would receive no gradient.
 _MOST = 0.9
@@ -40,9 +40,9 @@ class PerformerAttention(Mechanism):
     batch; until then features are plain. A fitted share of uniform attention replaces the eps that the paper adds to
     features, so that a failed estimate is never worse than uniform attention.
 
-    Source: Choromanski et al., 2021, Rethinking Attention with Performers, arXiv 2009.14794, Likhosherstov et al., 2022, Chefs'
-    Random Tables, arXiv 2205.15317, and 2023, FAVOR#, arXiv 2302.00787; departs from them in redrawing only on request, in a
-    causal stabiliser that cancels exactly, in the share, and in moments around the mean.
+    Source: Choromanski et al., 2021, Rethinking Attention with Performers, arXiv 2009.14794, Likhosherstov et al.,
+    2022, Chefs' Random Tables, arXiv 2205.15317, and 2023, FAVOR#, arXiv 2302.00787; departs from them in redrawing
+    only on request, in a causal stabiliser that cancels exactly, in the share, and in moments around the mean.
 
     Args:
         heads: Number of heads, H.
@@ -51,11 +51,13 @@ class PerformerAttention(Mechanism):
         scale: Factor of the scores; q and k are multiplied by its root.
         features: Random features, M; more is closer to exact.
         orthogonal: Whether the random rows are orthogonal in blocks of D, which lowers the error.
-        kernel: `softmax`, or `relu`, the generalised attention that does not approximate the softmax and has no estimator.
-        estimator: Features of the softmax kernel: `positive`, which is not fitted; or fitted to a calibration batch, `oprf`,
-            `sderf` or `aderf`, the most accurate, which costs a D x D product per query and key; see `fit_estimator`.
-        floor: Share of uniform attention in the outputs, from 0 to 1. None fits each head's to the calibration batch, up
-            to 0.9; until then it is 0.5, or 0 for the relu kernel.
+        kernel: `softmax`, or `relu`, the generalised attention that does not approximate the softmax and has no
+            estimator.
+        estimator: Features of the softmax kernel: `positive`, which is not fitted; or fitted to a calibration batch,
+            `oprf`, `sderf` or `aderf`, the most accurate, which costs a D x D product per query and key; see
+            `fit_estimator`.
+        floor: Share of uniform attention in the outputs, from 0 to 1. None fits each head's to the calibration batch,
+            up to 0.9; until then it is 0.5, or 0 for the relu kernel.
         seed: Seed of the random rows, which are a buffer and saved with the checkpoint.
         redraw_every: Training steps after which `after_step` draws new rows; 0 for never.
 

@@ -105,8 +105,8 @@ def find_pattern(name: str, length: int, causal: bool, settings: dict[str, Any])
         settings: Settings of the mechanism; the others have their defaults.
 
     Raises:
-        ApproxError: if the mechanism is unknown, has no pattern or no such form, or the length is out of range; with all
-            mistakes in the settings at once.
+        ApproxError: if the mechanism is unknown, has no pattern or no such form, or the length is out of range; with
+            all mistakes in the settings at once.
     """
     kind = _kind(name)
     defaults = kind.defaults()

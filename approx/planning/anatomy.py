@@ -159,7 +159,8 @@ class Site:
         head_dim: Size of a head.
         causal: Whether a query sees only its past.
         scale: Factor of the scores.
-        fixed_length: Number of positions if it is independent of the input, as for images and 30 s of speech; else None.
+        fixed_length: Number of positions if it is independent of the input, as for images and 30 s of speech; else
+            None.
     """
 
     layer: int
@@ -185,7 +186,8 @@ class Anatomy:
         positions: Longest input the position table allows; None if there is no limit.
         seconds: Seconds of sound in a position; None if it does not read sound of any length.
         flops_per_position: Floating-point operations outside self-attention, per position.
-        flops_per_pair: The same per pair of positions: cross-attention between two parts that both grow with the length.
+        flops_per_pair: The same per pair of positions: cross-attention between two parts that both grow with the
+            length.
         flops_fixed: The same, independent of the length.
         footprint: What its forward pass holds in memory.
     """
@@ -228,7 +230,8 @@ class _Kind:
 
 _RESTRICTED = "restricts its attention with its own mask (a sliding window, chunks, or one that it builds itself)"
 _BIASED = "adds its own mask or bias to the scores of its attention (as relative positions do, or the shifted windows of a Swin model)"
-# The module, the shapes of its queries and keys, the factor of the scores, and further keywords. Tensors would be held too long.
+# The module, the shapes of its queries and keys, the factor of the scores, and further keywords. Tensors would be held
+# too long.
 _Call = tuple[nn.Module, torch.Size, torch.Size, float | None, dict[str, Any]]
 
 

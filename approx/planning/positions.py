@@ -96,8 +96,8 @@ def seconds_per_position(config: Any, input_name: str) -> float | None:
     return config.inputs_to_logits_ratio / _RATE if input_name == "input_values" else None
 
 
-# Only learned tables: Wav2Vec2 and HuBERT have convolutional positions, Llama rotary ones, ViT and Whisper a fixed grid.
-# Attention over more keys than this is out of reach for years.
+# Only learned tables: Wav2Vec2 and HuBERT have convolutional positions, Llama rotary ones, ViT and Whisper a fixed
+# grid. Attention over more keys than this is out of reach for years.
 _MOST = 10_000_000
 _TABLES = {
     "bert": "embeddings.position_embeddings",

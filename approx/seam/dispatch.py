@@ -2,8 +2,8 @@
 
 Families that call `attention_interface(module, q, k, v, mask, …)` after their projections need no code of their own:
 each converted attention module has a child named `mechanism`, which the dispatcher calls; modules without one run exact
-attention. A static cache has a fixed number of slots, most of them free for later tokens; mechanisms align the last query
-with the last key, so free slots are cut off first.
+attention. A static cache has a fixed number of slots, most of them free for later tokens; mechanisms align the last
+query with the last key, so free slots are cut off first.
 
 This file is copied into converted checkpoints, so it does not depend on plans or on the tool.
 """
@@ -59,9 +59,9 @@ def key_mask(
     """Mask function of the seam: which keys are real tokens, never an L×S grid for plain masks.
 
     Returns:
-        [B, S] bool, True = real token; None when every key is real. For a static cache with free slots, the columns in use,
-        or for a single query SDPA's row [B, 1, 1, slots], whose shape is the same at every step; see `in_use`. SDPA's 4-D
-        mask for anything that is neither plainly causal nor plainly bidirectional.
+        [B, S] bool, True = real token; None when every key is real. For a static cache with free slots, the columns in
+        use, or for a single query SDPA's row [B, 1, 1, slots], whose shape is the same at every step; see `in_use`.
+        SDPA's 4-D mask for anything that is neither plainly causal nor plainly bidirectional.
 
     Raises:
         ApproxError: if the mask has fewer columns than there are tokens.
@@ -97,7 +97,8 @@ def key_mask(
     if attention_mask is None:
         return None
     real = attention_mask[:, -kv_length:].bool()
-    # Reading the mask synchronises a GPU once per forward, impossible inside a CUDA graph; every layer then runs unmasked.
+    # Reading the mask synchronises a GPU once per forward, impossible inside a CUDA graph; every layer then runs
+    # unmasked.
     captured = real.is_cuda and torch.cuda.is_current_stream_capturing()
     if not unreadable(real) and not captured and bool(real.all()):
         return None

@@ -145,8 +145,8 @@ def installed_model(layout: int, version: str, *, required: bool = False) -> Any
 
     Args:
         layout: Format of the folder's config.
-        version: Version of the package that wrote the folder; older ones may lack its mechanisms, and the next major version
-            may compute them differently.
+        version: Version of the package that wrote the folder; older ones may lack its mechanisms, and the next major
+            version may compute them differently.
         required: Whether the folder has no code of its own; whoever calls this then says what is missing.
 
     Returns:

@@ -34,8 +34,8 @@ class ApproxModel:
         converted = type(config)
         stock = next(kind for kind in converted.__mro__ if kind.__module__.startswith("transformers."))
         config.__class__ = stock
-        # Whisper's generation and pipelines read the family from the config object. Saving reads it from the class, which
-        # keeps its own name, so that a converted model is never loaded with exact attention.
+        # Whisper's generation and pipelines read the family from the config object. Saving reads it from the class,
+        # which keeps its own name, so that a converted model is never loaded with exact attention.
         config.model_type = stock.model_type
         try:
             super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]  # the stock class follows in the MRO
@@ -48,8 +48,8 @@ class ApproxModel:
                 Exit.UNAVAILABLE,
             )
         attach(self, config.approx["sites"])
-        # Random features and learned maps need more than 16 bits; mechanisms cast their output instead. Each tensor is named,
-        # because transformers would otherwise convert integers to float32 too.
+        # Random features and learned maps need more than 16 bits; mechanisms cast their output instead. Each tensor is
+        # named, because transformers would otherwise convert integers to float32 too.
         own = {name for name, t in self.state_dict().items() if ".mechanism." in name and t.is_floating_point()}
         keep_in_float32(self, own)
 

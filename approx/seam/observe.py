@@ -77,16 +77,16 @@ def observe(
 ) -> Iterator[list[Call]]:
     """Observe every attention call that a model makes inside the context, in order.
 
-    Layers without a mechanism, and stock models, run exact attention meanwhile. Nothing is detached, so gradients flow from
-    a loss on observed tensors. If observations of a model are nested, the inner one sees the calls. Decoding keeps the keys
-    of all layers, unless it continues from a bounded state, which has no earlier keys.
+    Layers without a mechanism, and stock models, run exact attention meanwhile. Nothing is detached, so gradients flow
+    from a loss on observed tensors. If observations of a model are nested, the inner one sees the calls. Decoding keeps
+    the keys of all layers, unless it continues from a bounded state, which has no earlier keys.
 
     Args:
         model: A transformers model; call it, or its base model, as usual.
         on_call: Receives each call after its layer has attended.
         before: Receives each call before its layer attends, without the output.
-        layers: Path of an attention module inside the base model -> number of its layer. By default converted layers have
-            the numbers in the config, and others have none.
+        layers: Path of an attention module inside the base model -> number of its layer. By default converted layers
+            have the numbers in the config, and others have none.
 
     Yields:
         The calls, which keep their tensors alive; collected only if neither function is given.

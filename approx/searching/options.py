@@ -81,8 +81,8 @@ class SearchStage(Model):
         examples: Examples that compare plans, at most half.
         proof: Other examples that prove the plan, at most.
         front: Plans for other budgets to measure as well.
-        time_budget: Time of the whole search, e.g. 10m: 60 % to try plans, the rest to prove the best; plans that are only compared are
-            left out where it has no room for them.
+        time_budget: Time of the whole search, e.g. 10m: 60 % to try plans, the rest to prove the best; plans that are
+            only compared are left out where it has no room for them.
     """
 
     length: Count

@@ -3,10 +3,10 @@
 With H query heads and G key heads, H a multiple of G, query head h reads key head h // (H / G), as in grouped-query
 attention (Ainslie et al., 2023, GQA, arXiv 2305.13245); keys and values are read in place and never repeated.
 
-A ring holds the keys and values that later queries can still reach, for decoding in bounded memory. New keys are written
-to free room at the end of its buffers. Keys out of reach stay behind, and only when the room is used up are the others
-copied to new buffers. The shape of an empty tensor, `span`, stores the beginning and the end: reading it does not
-synchronise a GPU, and it survives reordering, repeating or selecting samples along the first dimension.
+A ring holds the keys and values that later queries can still reach, for decoding in bounded memory. New keys are
+written to free room at the end of its buffers. Keys out of reach stay behind, and only when the room is used up are the
+others copied to new buffers. The shape of an empty tensor, `span`, stores the beginning and the end: reading it does
+not synchronise a GPU, and it survives reordering, repeating or selecting samples along the first dimension.
 """
 
 import math
@@ -359,8 +359,8 @@ class _Stretches(torch.autograd.Function):
         return total, None
 
 
-# The square root of GPT-2's 1,024 positions. A causal stride that depends on the length would change what earlier tokens
-# saw as the sequence grows.
+# The square root of GPT-2's 1,024 positions. A causal stride that depends on the length would change what earlier
+# tokens saw as the sequence grows.
 CAUSAL_STRIDE = 32
 
 

@@ -1,7 +1,7 @@
 """Every kernel in Triton's interpreter with its accesses checked: odd lengths, masks, heads of all sizes, 16 bits, shared heads.
 
-Launches stay inside their tensors, no cell has two writers, and nothing is left out: results do not depend on what stood in
-memory. A sample of the cases; all of them with the slow tests.
+Launches stay inside their tensors, no cell has two writers, and nothing is left out: results do not depend on what
+stood in memory. A sample of the cases; all of them with the slow tests.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ def check(tensors, *given, **how):
     wide = run([x.double() for x in tensors], "reference", *given, **how)
     plain, computed = (run(tensors, impl, *given, **how) for impl in ("reference", "triton"))
     for name, *each in zip(("out", "dq", "dk", "dv"), computed, plain, wide, strict=True):
-        # Sums tile by tile round a little differently from one sum; by how much depends on the processor where NumPy's products
-        # stand in for a GPU's.
+        # Sums tile by tile round a little differently from one sum; by how much depends on the processor where NumPy's
+        # products stand in for a GPU's.
         assert_close(name, *each, factor=6.0)
 
 

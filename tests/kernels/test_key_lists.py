@@ -179,8 +179,8 @@ def test_lists_in_order_are_as_exact_as_plain_attention(dtype, names, masked, si
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_scores_far_apart_meet_in_one_softmax(dtype, order, name):
     q, k, v = drawn(dtype)
-    # Scores of the keys run from -1000 to 1000, or jump there, which no single number that weights are relative to survives;
-    # on the slope they rise by so much that earlier ones still count.
+    # Scores of the keys run from -1000 to 1000, or jump there, which no single number that weights are relative to
+    # survives; on the slope they rise by so much that earlier ones still count.
     height = {
         "a slope": torch.linspace(-0.02, 0.02, 200),
         "rising": torch.linspace(-1, 1, 200),

@@ -43,7 +43,8 @@ def check(tensors, key_mask=None, factor=4.0, **how):
     wide = run([x.double() for x in tensors], key_mask, "reference", **how)
     plain, computed = (run(tensors, key_mask, impl, **how) for impl in ("reference", "triton"))
     for name, *each in zip(("out", "dq", "dk", "dv", "dmix"), computed, plain, wide, strict=False):
-        # Sums tile by tile round a little differently from one sum; the gradient of a share is what is left of two sums.
+        # Sums tile by tile round a little differently from one sum; the gradient of a share is what is left of two
+        # sums.
         assert_close(name, *each, factor=16.0 if name == "dmix" else factor)
 
 

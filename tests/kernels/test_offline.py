@@ -1,7 +1,7 @@
 """Kernels compiled for A100, H100 and B200 without any: within their limits, and as the tables in reports/ say.
 
-To compile all takes ten minutes, so `bench/offline.py` does that where a kernel changes, and what it found is held here to
-the kernels that are there; the first launches of two ops are compiled again.
+To compile all takes ten minutes, so `bench/offline.py` does that where a kernel changes, and what it found is held here
+to the kernels that are there; the first launches of two ops are compiled again.
 """
 
 import json
@@ -92,7 +92,8 @@ def test_figures_of_another_compiler_join_and_new_ones_of_the_same_replace(tmp_p
     assert "| 7 · " in (tmp_path / "report.md").read_text("utf-8")
 
 
-# By the ptxas of the oldest Triton: launches and kernels of Performer on a Hopper that spill, and the bytes. Nothing else may.
+# By the ptxas of the oldest Triton: launches and kernels of Performer on a Hopper that spill, and the bytes. Nothing
+# else may.
 SPILLS = {
     "13.5.37": {
         ("float32, 128", "performer_out_kernel"): 8,

@@ -23,7 +23,8 @@ from closeness import assert_close
 )
 @needs_compiler
 def test_c_gives_what_the_reference_gives(kernel, causal, dtype, queries, keys, size, features, large, masked):
-    # Values of one sign, as sums that cancel say nothing; as projections lay heads out. Some large keys are e^1000 away.
+    # Values of one sign, as sums that cancel say nothing; as projections lay heads out. Some large keys are e^1000
+    # away.
     q, k = torch.randn(2, queries, 2, size) * large, torch.randn(2, keys, 2, size) * large * torch.rand(2, keys, 2, 1)
     v, grad = torch.rand(2, keys, 2, 17) + 0.1, torch.rand(2, queries, 2, 17) + 0.1
     mask = torch.rand(2, keys) < 0.7 if masked else None

@@ -187,8 +187,8 @@ def test_rises_under_a_key_mask_and_with_few_queries():
 
 @pytest.mark.slow
 def test_rises_in_half_precision():
-    # Gradients are differences of keys that are much longer than they; s comes of outputs of 16 bits, as in flash attention.
-    # Tensor cores cut features to the 10 bits of a float16, which the interpreter multiplies whole.
+    # Gradients are differences of keys that are much longer than they; s comes of outputs of 16 bits, as in flash
+    # attention. Tensor cores cut features to the 10 bits of a float16, which the interpreter multiplies whole.
     check([x.half() for x in risen(70, (0, 150), (40, 2))], causal=True, factor=40.0 if DEVICE == "cpu" else 80.0)
 
 

@@ -70,7 +70,8 @@ def test_c_gives_what_the_reference_gives(dtype, queries, keys, square, causal, 
     out, plain, exact = (each[0] for each in results)
     assert_close("out", out, plain, exact, factor=4.0)
     for name, actual, plain, exact, like in zip("qkv", *(each[1:] for each in results), (q, k, v), strict=True):
-        # Gradients of a query that keeps a key or two are differences of next to nothing: what is rounded are their terms.
+        # Gradients of a query that keeps a key or two are differences of next to nothing: what is rounded are their
+        # terms.
         error, own = ((x.double() - exact).square().mean().sqrt() for x in (actual, plain))
         terms = like.double().square().mean().sqrt() * grad.double().square().mean().sqrt()
         assert error <= 4.0 * max(own, torch.finfo(dtype).eps * terms), name

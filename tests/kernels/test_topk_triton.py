@@ -97,7 +97,8 @@ def test_it_gives_what_the_reference_gives(queries, keys, square, causal, fill, 
         for impl, wide in (("triton", dtype), ("reference", dtype), ("reference", torch.float64))
     ]
     for name, computed, plain, exact in zip(("out", "dq", "dk", "dv"), *results, strict=True):
-        # Gradients of a query that keeps a key or two are differences of next to nothing: what is rounded are their terms.
+        # Gradients of a query that keeps a key or two are differences of next to nothing: what is rounded are their
+        # terms.
         error, own = ((x.double() - exact).square().mean().sqrt() for x in (computed, plain))
         assert error <= 6.0 * max(own, torch.finfo(dtype).eps), name
 

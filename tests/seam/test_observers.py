@@ -28,8 +28,8 @@ CASES = [("GPT2Model" if causal else "BertModel", name) for name, causal in FORM
 # Tracers warn about every shape that becomes a constant, which is intended here.
 pytestmark = pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 over_all = pytest.mark.parametrize(("family", "name"), CASES)
-# The kinds: PyTorch's own attention, steps that can be followed, and one operator with and without parameters, buffers and
-# token ids.
+# The kinds: PyTorch's own attention, steps that can be followed, and one operator with and without parameters, buffers
+# and token ids.
 KINDS = ("sdpa", "local", "linear", "clustered", "longformer", "lsh", "adaptive-span")
 over_kinds = pytest.mark.parametrize(("family", "name"), [case for case in CASES if case[1] in KINDS])
 # Mechanisms that run PyTorch's own attention at this length, without kernels of ours.
@@ -156,7 +156,8 @@ def test_a_counter_of_operations_sees_layers_and_attention(family, name):
         products -= 2 * (LENGTH - 1) * 2 * net.model.pooler.dense.weight.numel()
     attention = counter.get_total_flops() - products
     (mechanism,) = (each for each in net.modules() if isinstance(each, Mechanism))
-    # Plain steps count masked pairs, whole tiles, and blocks wider than these few tokens: six times as many for `linear`.
+    # Plain steps count masked pairs, whole tiles, and blocks wider than these few tokens: six times as many for
+    # `linear`.
     assert 0.3 < attention / (2 * mechanism.flops(LENGTH)) < 7
 
 

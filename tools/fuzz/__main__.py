@@ -2,8 +2,9 @@
 
     python tools/fuzz --minutes 10 --seed 1
 
-Two processes read the damaged files, with two gigabytes and twenty seconds for each. What fails is made smaller and written to
-runs/fuzz; after the defect is fixed, move it to tools/fuzz/found, whose cases tests/tools/test_fuzz_regressions.py reads again.
+Two processes read the damaged files, with two gigabytes and twenty seconds for each. What fails is made smaller and
+written to runs/fuzz; after the defect is fixed, move it to tools/fuzz/found, whose cases
+tests/tools/test_fuzz_regressions.py reads again.
 """
 
 import argparse

@@ -31,7 +31,8 @@ from approx_kernels.ops.strided.api import root_above, strided_attention
 from approx_kernels.ops.summaries.api import summary_attention
 from approx_kernels.ops.topk.api import topk_attention
 
-# Real numbers of a tensor and places along a dimension that are allocated; what has more is one number, seen everywhere.
+# Real numbers of a tensor and places along a dimension that are allocated; what has more is one number, seen
+# everywhere.
 _MOST_NUMBERS, _MOST_PLACES = 2**14, 2**10
 _OPS: tuple[Callable[..., Any], ...] = (
     adaptive_span_attention,

@@ -1,7 +1,7 @@
 """The kinds of damaged files: which files they are, how they are damaged, and who reads them.
 
-A reader may raise `ApproxError` and nothing else, and changes no file of the folder. What comes from others leads it to no file
-outside of its folder, and none of their code is run.
+A reader may raise `ApproxError` and nothing else, and changes no file of the folder. What comes from others leads it to
+no file outside of its folder, and none of their code is run.
 """
 
 import contextlib

@@ -63,7 +63,8 @@ def _doubled(count: int, first: str, text: str) -> str:
     return f"[{', '.join([f'&a0 {first}', *items])}]"
 
 
-# YAML whose aliases and merges stand for far more than is written, or for themselves, and deep nesting; each is one value.
+# YAML whose aliases and merges stand for far more than is written, or for themselves, and deep nesting; each is one
+# value.
 _GROWING = (
     *(_doubled(depth, "[x, x]", "[@, @, @, @, @, @, @, @, @]") for depth in (3, 9, 60)),
     *(_doubled(30, "{k: 1}", text) for text in ("{<<: @, a: @, b: @}", "{<<: [@, @]}", "{a: @, b: @}", "{? @ : @}")),
@@ -78,7 +79,8 @@ _PIECES = (
     b"\0", b"\xff\xfe", b"\xef\xbb\xbf", b"\xed\xa0\x80", b"\n", b"\r\n", b"\t", b'"', b"'", b"{", b"}", b"[" * 50, b"[" * 5000,
     b"{" * 50, b":", b",", b"&a ", b"*a", b"<<: ", b"!!python/name:os ", b"- ", b"null", b"NaN", b"-Infinity", b"1e999", b"-0",
     b"version https://git-lfs.github.com/spec/v1\n", b"\x80\x05", b"PAR1", b"fLaC", b"RIFF", b"\x1f\x8b", b"\xe2\x80\xa8", b"\x85",
-    # What texts of users hold: line and paragraph separators, spaces that are none, quotes in and around cells, empty cells.
+    # What texts of users hold: line and paragraph separators, spaces that are none, quotes in and around cells, empty
+    # cells.
     b"\xe2\x80\xa9", b"\xc2\x85", b"\xc2\xa0", b"\xe3\x80\x80", b"\xe2\x80\x8b", b"\x0b", b"\x0c", b"\x1c", b"\r", b"\r\r\n", b'""',
     b'"a ""quoted"" cell"', b'"a', b'a"b', b'"two\nlines"', b'"a\tb"', b"\t\t", b"\t\r\n", b"''", b",,", b"\\", b"#", b"-DOCSTART- -X- O O",
     b"\xe9\x80", b"\x93quoted\x94", b"e\xcc\x81", b"\xd7\xa9\xd7\x9c", b"\xf0\x9f\x91\x8d\xf0\x9f\x8f\xbd",

@@ -1,7 +1,7 @@
 """Run as a separate process: load converted folders in every way that people do, where approx cannot be imported.
 
-Usage: python -P without_approx.py FOLDER, after `models.write` filled the folder; the results are written to FOLDER/results.json:
-head -> way -> `ok`, `-` with the reason why it does not apply, or the error.
+Usage: python -P without_approx.py FOLDER, after `models.write` filled the folder; the results are written to
+FOLDER/results.json: head -> way -> `ok`, `-` with the reason why it does not apply, or the error.
 """
 
 import copy

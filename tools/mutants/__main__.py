@@ -2,10 +2,10 @@
 
     python tools/mutants tasks --sample 60 --seed 1
 
-Works on copies of the repository, in processes forked from one that has read torch already. A mutant is shown to the tests that
-run its lines, and to those that start processes; the first that fails has noticed it. The report of those that nobody noticed
-is runs/mutants/ROOM.toml, in the layout of equivalent.toml: what changes nothing that can be observed is moved there, with its
-reason, and counts no longer.
+Works on copies of the repository, in processes forked from one that has read torch already. A mutant is shown to the
+tests that run its lines, and to those that start processes; the first that fails has noticed it. The report of those
+that nobody noticed is runs/mutants/ROOM.toml, in the layout of equivalent.toml: what changes nothing that can be
+observed is moved there, with its reason, and counts no longer.
 """
 
 import argparse

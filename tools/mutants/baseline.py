@@ -125,8 +125,8 @@ def _file_of(test: str) -> str:
 def tests_to_run(baseline: Baseline, mutant: Mutant) -> dict[str, float]:
     """The tests that can notice a mutant, and the seconds of each.
 
-    Those that run one of its lines; where a fixture does, all tests of the file; where nothing but an import does, all there are;
-    and always those that start processes.
+    Those that run one of its lines; where a fixture does, all tests of the file; where nothing but an import does, all
+    there are; and always those that start processes.
     """
     by_line = baseline.lines.get(mutant.file, {})
     told = {told for line in mutant.lines for told in by_line.get(line, ())}

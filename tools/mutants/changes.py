@@ -1,7 +1,7 @@
 """Small deliberate errors: the operators of mutmut, statements left out and conditions turned round, each by itself.
 
-Left out is what no behaviour can show: annotations, docstrings, prose, messages of errors, logging, assertions, decorators,
-and the looks of pictures.
+Left out is what no behaviour can show: annotations, docstrings, prose, messages of errors, logging, assertions,
+decorators, and the looks of pictures.
 """
 
 import difflib

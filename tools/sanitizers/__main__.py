@@ -2,8 +2,8 @@
 
     python tools/sanitizers --minutes 20
 
-The first thing that runs are errors planted in C, which must be noticed. Then come the tests, some of each file before others
-of any, so that a short run sees all sources; it says how many it had no time for.
+The first thing that runs are errors planted in C, which must be noticed. Then come the tests, some of each file before
+others of any, so that a short run sees all sources; it says how many it had no time for.
 """
 
 import argparse

@@ -84,8 +84,8 @@ def load(text: str) -> ctypes.CDLL | str:
     """The functions of a C source, or why they cannot be loaded.
 
     The first process on a machine compiles it, which takes a few seconds and is logged; later ones load the result from
-    $APPROX_CACHE, or `approx` in the user's cache folder, if nobody else can write there and it is undamaged. Nothing is
-    compiled or loaded if $APPROX_COMPILE_C is 0. $APPROX_C_FLAGS adds flags for the compiler.
+    $APPROX_CACHE, or `approx` in the user's cache folder, if nobody else can write there and it is undamaged. Nothing
+    is compiled or loaded if $APPROX_COMPILE_C is 0. $APPROX_C_FLAGS adds flags for the compiler.
     """
     compiler, why = find_compiler()
     if compiler is None:

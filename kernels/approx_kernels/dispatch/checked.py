@@ -1,8 +1,8 @@
 """Whether the Triton kernels of an op have passed their check, on this kind of GPU with these sources and versions.
 
-Calls never run a check. `python bench/gpu.py` compares every op with its reference on the GPU and stores the results with
-the findings of `approx doctor --probe`. What it found on the GPUs that this package was made on is in `verified.json`. Until an
-op has passed in a dtype, here or there, `auto` uses PyTorch for it.
+Calls never run a check. `python bench/gpu.py` compares every op with its reference on the GPU and stores the results
+with the findings of `approx doctor --probe`. What it found on the GPUs that this package was made on is in
+`verified.json`. Until an op has passed in a dtype, here or there, `auto` uses PyTorch for it.
 """
 
 import ast
@@ -46,8 +46,8 @@ OPS: Mapping[str, str] = MappingProxyType(
         "topk_attention": "topk",
     }
 )
-# By compute capability: the `gpu`, `triton` and `ptxas` that `python bench/gpu.py -o reports/gpu` ran with, and by op the digest of
-# its sources and the dtypes in which it passed.
+# By compute capability: the `gpu`, `triton` and `ptxas` that `python bench/gpu.py -o reports/gpu` ran with, and by op
+# the digest of its sources and the dtypes in which it passed.
 VERIFIED = Path(__file__).with_name("verified.json")
 # Prefix of the findings that are checks.
 ABOUT = "kernels of "
@@ -113,7 +113,8 @@ def check_of(op: str, device: str) -> Check | None:
 def _shipped(op: str, device: str) -> Check | None:
     """The check that this package brings for GPUs of the same compute capability.
 
-    It is valid for the same sources, compiled by the same minor version of Triton and any assembler that is right there.
+    It is valid for the same sources, compiled by the same minor version of Triton and any assembler that is right
+    there.
     """
     if torch.device(device).type != "cuda" or not VERIFIED.is_file():
         return None
@@ -149,10 +150,10 @@ def identity(op: str) -> str:
 def digest(op: str) -> str:
     """A digest of the sources of an op.
 
-    They are all modules that it imports from this package, except C, the choice of an implementation, how PyTorch calls it, and
-    the references, with which the kernels are compared on every machine.
-    Their syntax trees are hashed: comments, docstrings, formatting and the layout of the files, in folders or flat as in a
-    converted checkpoint, do not matter.
+    They are all modules that it imports from this package, except C, the choice of an implementation, how PyTorch calls
+    it, and the references, with which the kernels are compared on every machine.
+    Their syntax trees are hashed: comments, docstrings, formatting and the layout of the files, in folders or flat as
+    in a converted checkpoint, do not matter.
     """
     here = Path(__file__)
     files = _in_folders(here.parents[1]) if here.stem == "checked" else {x.stem: x for x in here.parent.glob("*.py")}

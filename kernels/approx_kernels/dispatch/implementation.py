@@ -33,12 +33,12 @@ def choose(op: str, impl: str, obstacles: Mapping[str, str | None], x: Tensor | 
 
     Args:
         op: Name of the op's public function.
-        impl: One of `IMPLEMENTATIONS` or of the op's own; `auto` takes the one set by `implementation`, or else the first
-            that can run.
-        obstacles: The op's implementations, the best for these inputs first, each with the reason why it cannot run on them
-            and what to do; None if it can.
-        x: One of the inputs, for an op with kernels: if they have not passed their check on its device and in its dtype,
-            `auto` takes the next implementation that can run.
+        impl: One of `IMPLEMENTATIONS` or of the op's own; `auto` takes the one set by `implementation`, or else the
+            first that can run.
+        obstacles: The op's implementations, the best for these inputs first, each with the reason why it cannot run on
+            them and what to do; None if it can.
+        x: One of the inputs, for an op with kernels: if they have not passed their check on its device and in its
+            dtype, `auto` takes the next implementation that can run.
 
     Returns:
         A key of `obstacles`.

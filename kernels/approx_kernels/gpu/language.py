@@ -1,7 +1,7 @@
 """Triton where it is installed; without it the files that hold kernels can still be read, and say what is missing.
 
-A file with kernels begins with `from __future__ import annotations`, takes `jit` and `tl` from here, and asks `obstacle`
-whether its kernels can run on what they are given.
+A file with kernels begins with `from __future__ import annotations`, takes `jit` and `tl` from here, and asks
+`obstacle` whether its kernels can run on what they are given.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ __all__ = ["Assembler", "assembler", "assembler_obstacle", "jit", "obstacle", "r
 HEAD_SIZES = (16, 32, 64, 80, 96, 128)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CAPABILITY = (8, 0)
-# Hopper, and the first assembler whose machine code for it stays within bounds: of the same PTX, 12.8.93 and 13.0.88 make code
-# that writes past its shared memory, and 13.1.80 does not (triton-lang/triton#10486, #10573, #11366; fla-org/flash-linear-attention#1262).
+# Hopper, and the first assembler whose machine code for it stays within bounds: of the same PTX, 12.8.93 and 13.0.88
+# make code that writes past its shared memory, and 13.1.80 does not (triton-lang/triton#10486, #10573, #11366;
+# fla-org/flash-linear-attention#1262).
 HOPPER = (9, 0)
 RIGHT_ON_HOPPER = (13, 1)
 

@@ -48,18 +48,21 @@ def custom_op(
 ) -> Callable[[Callable[..., Any]], Operator]:
     """Register a function that launches kernels as a PyTorch operator, which `torch.compile` treats as opaque.
 
-    The operator is called `<module>::<function>`, with `_` for the dots of the module. A converted folder has the module
-    under its own name, so the package and any number of folders have separate operators in one process; reloading a
-    module replaces its own.
+    The operator is called `<module>::<function>`, with `_` for the dots of the module. A converted folder has the
+    module under its own name, so the package and any number of folders have separate operators in one process;
+    reloading a module replaces its own.
 
     Args:
-        fake: From the same arguments to empty outputs of the right shapes, dtypes and strides; also used for fake tensors.
+        fake: From the same arguments to empty outputs of the right shapes, dtypes and strides; also used for fake
+            tensors.
         flops: Formula for `torch.utils.flop_counter`: from the shapes of the tensors, the other arguments unchanged and
             the keyword `out_shape` to FLOPs, a multiply-add counting as 2. None if nothing is multiplied, or for C on a
-            CPU, which does not run under a counter: that sees plain PyTorch instead. Backward passes of C calls that ran
+            CPU, which does not run under a counter: that sees plain PyTorch instead. Backward passes of C calls that
+                ran
             before the counter started are not counted.
         backward: As in `torch.library.register_autograd`: from the context and the gradients of all outputs to those of
-            all arguments. It calls another such operator. None if there is no gradient: to ask for it is a RuntimeError.
+            all arguments. It calls another such operator. None if there is no gradient: to ask for it is a
+                RuntimeError.
         save: Stores in the context what `backward` needs, from the keywords `inputs` and `output`.
         mutates: Arguments that the function writes to.
 

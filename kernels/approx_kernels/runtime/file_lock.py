@@ -21,7 +21,8 @@ def locked(file: Path, *, wait: bool = True, keep: bool = False) -> Iterator[boo
     """Hold a lock until the context ends or the process dies; where the file system has none, go on without.
 
     Args:
-        file: The file, in a folder that exists. It is made if it is missing, and removed again if it was made for a lock.
+        file: The file, in a folder that exists. It is made if it is missing, and removed again if it was made for a
+            lock.
         wait: Whether to wait for another process.
         keep: Whether the file is a document of its own: nothing is written into it, and it is never removed.
 

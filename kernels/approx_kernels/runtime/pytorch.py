@@ -1,7 +1,8 @@
 """What PyTorch is doing around our operations: its private names, observers, autocast, and its own fused attention.
 
-Observers are compilers, tracers, counters and derivatives, which cannot see direct calls of C. PyTorch has no public API
-for most of this. If a version lacks one of its private names, every call counts as observed, and runs plain PyTorch.
+Observers are compilers, tracers, counters and derivatives, which cannot see direct calls of C. PyTorch has no public
+API for most of this. If a version lacks one of its private names, every call counts as observed, and runs plain
+PyTorch.
 """
 
 from collections.abc import Callable

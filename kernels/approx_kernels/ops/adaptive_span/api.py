@@ -46,8 +46,8 @@ def adaptive_span_attention(
         v: Values, [B, G, S, E].
         key_mask: [B, S] bool, True at real keys; None when all are real.
         spans: z, [H], float, 0 or more, in tokens.
-        known: Returns `spans` as Python numbers, possibly cached; it is called only when the windows depend on them, since
-            reading them synchronises with an accelerator.
+        known: Returns `spans` as Python numbers, possibly cached; it is called only when the windows depend on them,
+            since reading them synchronises with an accelerator.
         ramp: R, in tokens, 1 or more.
         causal: Whether a query sees only keys at or before its own position.
         scale: Factor of the scores.

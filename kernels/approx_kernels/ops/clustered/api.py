@@ -64,7 +64,8 @@ def clustered_attention(
         topk: Keys each member weighs itself, K, at most all; None for plain clustered attention.
         scale: Factor of the scores.
         dropout: Probability of dropping a weight, of a cluster or a member's own.
-        impl: `reference`, `cpu` in C on float32 and bfloat16, or `triton` (see `approx_kernels.dispatch.implementation`).
+        impl: `reference`, `cpu` in C on float32 and bfloat16, or `triton` (see
+            `approx_kernels.dispatch.implementation`).
 
     Returns:
         [B, H, L, E] in the dtype of q.
@@ -145,7 +146,8 @@ def causal_clustered_attention(
         topk: Keys before the chunk that each query weighs itself, K; None for plain clustered attention.
         scale: Factor of the scores.
         dropout: Probability of dropping a weight, a query's own or a shared one.
-        impl: `reference`, `cpu` in C on float32 and bfloat16, or `triton` (see `approx_kernels.dispatch.implementation`).
+        impl: `reference`, `cpu` in C on float32 and bfloat16, or `triton` (see
+            `approx_kernels.dispatch.implementation`).
 
     Returns:
         [B, H, L, E] in the dtype of q.

@@ -71,8 +71,8 @@ def _attended(means: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scal
     if parts == 1:
         return flash(means, k, v, key_mask, scale=scale, both=False, impl="triton")
     rows = means[:, None].expand(-1, parts, -1, -1, -1).flatten(0, 1)
-    # All parts are as wide as the last one, which has the keys that are left over: the others' last keys count in the next.
-    # Of tokens that lie one behind the other in memory, as models have them, one sample's parts are views.
+    # All parts are as wide as the last one, which has the keys that are left over: the others' last keys count in the
+    # next. Of tokens that lie one behind the other in memory, as models have them, one sample's parts are views.
     step = keys // parts
     width = keys - (parts - 1) * step
     k, v = (x.unfold(2, width, step).permute(0, 2, 1, 4, 3).flatten(0, 1) for x in (k, v))

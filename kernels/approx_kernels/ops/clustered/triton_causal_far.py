@@ -122,9 +122,10 @@ def far_forward(
         padded: Whether some queries are in no list; their outputs are 0.
 
     Returns:
-        [B, H, L, E] in the dtype of q; for the gradients also the log-sum-exps of all that each query weighs, in their order
-        and to the base 2, [B, H, L], and at each boundary the largest keys of each row, [B, H, N - 1, R, K], from which
-        boundary on each key is no longer one, [B, H, R, S], and the mass of the others, their mean key and mean value.
+        [B, H, L, E] in the dtype of q; for the gradients also the log-sum-exps of all that each query weighs, in their
+        order and to the base 2, [B, H, L], and at each boundary the largest keys of each row, [B, H, N - 1, R, K], from
+        which boundary on each key is no longer one, [B, H, R, S], and the mass of the others, their mean key and mean
+        value.
     """
     made = _empty(q, k, v, near, near_lse, rows, order, begins, chunk, kept, scale, padded)
     out, lse, top, until, *past = made

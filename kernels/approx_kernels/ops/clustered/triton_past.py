@@ -1,9 +1,9 @@
 """Kernels of what fixed centroids attend to in a growing past: their largest keys, and sums over all others.
 
-Boundary i stands behind chunk i. There the K largest keys of a row compete with those of the chunk; who loses goes to the
-others and never comes back. So a key is among the largest from its own boundary until one that `Until` counts from 1 on, 0
-for never; and the others of a boundary are those of the one before, those of the chunk, and those that have just lost.
-Logarithms are to the base 2. Rows have others at every boundary, since a chunk is longer than K.
+Boundary i stands behind chunk i. There the K largest keys of a row compete with those of the chunk; who loses goes to
+the others and never comes back. So a key is among the largest from its own boundary until one that `Until` counts from
+1 on, 0 for never; and the others of a boundary are those of the one before, those of the chunk, and those that have
+just lost. Logarithms are to the base 2. Rows have others at every boundary, since a chunk is longer than K.
 """
 
 # Triton's stubs take tensors for constants, and branches on constants for branches.

@@ -1,7 +1,7 @@
 """Kernels of the gradients that keys and values before a boundary receive through the sums over them.
 
-With L_c the logarithm of the mass at boundary c, and e_c, f_c, g_c the gradients of it, of the mean key and of the mean value, a
-key j that is among the others from boundary b on has the weight w = exp(s_j - L_b) <= 1, and with
+With L_c the logarithm of the mass at boundary c, and e_c, f_c, g_c the gradients of it, of the mean key and of the mean
+value, a key j that is among the others from boundary b on has the weight w = exp(s_j - L_b) <= 1, and with
 
     F_c = f_c + exp(L_c - L_(c+1)) F_(c+1)     G_c = g_c + exp(L_c - L_(c+1)) G_(c+1)
     A_c = e_c - f_c.mean key - g_c.mean value + exp(L_c - L_(c+1)) A_(c+1)

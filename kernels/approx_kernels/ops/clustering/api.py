@@ -35,7 +35,8 @@ def cluster_queries(
         draws: Non-negative random int64 numbers, at least C of them, which select "random" queries.
         clusters: Number of clusters, C.
         iterations: Most assignments; centroids move between them, and iteration stops once none moves.
-        impl: `reference`, `cpu` in C or `triton`, with the same clusters (see `approx_kernels.dispatch.implementation`).
+        impl: `reference`, `cpu` in C or `triton`, with the same clusters (see
+            `approx_kernels.dispatch.implementation`).
 
     Returns:
         Cluster of each query, [G, n], int64.

@@ -31,8 +31,8 @@ def cluster_samples(
 
     Args:
         q: Queries, [B, H, L, D], float32 or bfloat16.
-        tokens: Positions of the real queries of each sample, in order and before all others, [B, L] int32; None when all
-            are real.
+        tokens: Positions of the real queries of each sample, in order and before all others, [B, L] int32; None when
+            all are real.
         counts: Number of real queries, [B] int64.
         clusters: Number of clusters of each sample, [B] int64; 0 skips the sample.
         planes: As for `cluster_queries`.

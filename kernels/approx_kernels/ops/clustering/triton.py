@@ -22,8 +22,8 @@ from approx_kernels.runtime.custom_op import custom_op
 
 # What an iteration holds in registers: for twice as many clusters it spills.
 MOST_CLUSTERS, MOST_BITS = 128, 63
-# Fewer clusters are padded to so many. With 32 the second product of k-means is too small for Hopper's wgmma, and the kernel would be
-# the only one to mix it with mma.sync, whose loop old assemblers get wrong.
+# Fewer clusters are padded to so many. With 32 the second product of k-means is too small for Hopper's wgmma, and the
+# kernel would be the only one to mix it with mma.sync, whose loop old assemblers get wrong.
 LEAST_CLUSTERS = 64
 # Programs below which heads are split into parts: those that fill an H100 once.
 FULL = 132
@@ -92,8 +92,8 @@ def cluster_samples(
 
     Args:
         q: Queries, [B, H, L, D], the last dimension contiguous.
-        tokens: Places of the real queries of each sample, in their order, before all others, [B, L] int32; None where all
-            are real.
+        tokens: Places of the real queries of each sample, in their order, before all others, [B, L] int32; None where
+            all are real.
         counts: Number of real queries, [B] int64.
         clusters: Number of clusters of each sample, [B] int64; 0 leaves the sample out.
         planes: As for `cluster_queries`.
@@ -183,8 +183,8 @@ def sort_queries(
         tokens: And all others: as there.
 
     Returns:
-        Places of the real queries in their sample, [B, H, L] int32, what stands behind them has no meaning; and how many
-        stand before each cluster, the last number being that of all, [B, H, most + 1] int32.
+        Places of the real queries in their sample, [B, H, L] int32, what stands behind them has no meaning; and how
+        many stand before each cluster, the last number being that of all, [B, H, most + 1] int32.
     """
     batch, heads, length = groups.shape
     order, begins = _empty_order(groups, tokens, counts, clusters, most)

@@ -38,8 +38,8 @@ def exact_attention(
         causal: Whether a query sees only keys at or before its own position.
         scale: Factor of the scores.
         dropout: Probability of dropping an attention weight.
-        impl: `auto` is plain SDPA of PyTorch; `reference` materialises the weights in at least float32; `cpu` multiplies
-            matrices a chunk of queries at a time.
+        impl: `auto` is plain SDPA of PyTorch; `reference` materialises the weights in at least float32; `cpu`
+            multiplies matrices a chunk of queries at a time.
 
     Returns:
         [B, H, L, E] in the dtype of q.

@@ -17,7 +17,8 @@ def by_lengths(attend: Attend, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor
     L == S or `causal`; padded ones are skipped and give 0.
 
     Args:
-        attend: From q [b, H, l, D], k [b, H, s, D], v [b, H, s, E] to [b, H, l, E], with l <= s where queries are tokens.
+        attend: From q [b, H, l, D], k [b, H, s, D], v [b, H, s, E] to [b, H, l, E], with l <= s where queries are
+            tokens.
         q: Queries, [B, H, L, D], float.
         k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
         v: Values, [B, G, S, E].

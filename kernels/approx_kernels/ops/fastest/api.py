@@ -27,10 +27,10 @@ def fastest_attention(
 ) -> Tensor:
     """`exact_attention` in a way that is fast for inputs of this kind (device, dtype, length, few, causal, padded, training).
 
-    Calls measure nothing. If `approx doctor --probe` ran on this machine, the fastest way it measured is used; otherwise
-    compiled C for long inputs on CPUs with AVX-512, as in the table `DEFAULTS` in `choice.py`, and PyTorch's SDPA for
-    all others, also if the probe favoured flash kernels that have not passed their check on this GPU. With dropout,
-    with observed operations (compilers, counters, derivatives) and below 128 keys it is always PyTorch's SDPA.
+    Calls measure nothing. If `approx doctor --probe` ran on this machine, the fastest way it measured is used;
+    otherwise compiled C for long inputs on CPUs with AVX-512, as in the table `DEFAULTS` in `choice.py`, and PyTorch's
+    SDPA for all others, also if the probe favoured flash kernels that have not passed their check on this GPU. With
+    dropout, with observed operations (compilers, counters, derivatives) and below 128 keys it is always PyTorch's SDPA.
 
     Args: as for `exact_attention`, whose implementations `impl` may select.
 

@@ -97,8 +97,8 @@ def flash(
         q: Queries, [B, H, L, D], float.
         k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
         v: Values, [B, G, S, E].
-        key_mask: [B, S] bool, True at real keys and, when L == S and `both`, with that at their queries: those before the
-            first and after the last real key give 0. None when all are real.
+        key_mask: [B, S] bool, True at real keys and, when L == S and `both`, with that at their queries: those before
+            the first and after the last real key give 0. None when all are real.
         scale: Factor of the scores.
         left: Keys seen before the query, any sign; None for all.
         right: Keys seen after it; None for all, 0 for causal.

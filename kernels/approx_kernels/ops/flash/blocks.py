@@ -73,8 +73,8 @@ def block_list(
     """Build the list of blocks of a pattern, in O(L S), some rows at a time.
 
     Args:
-        pairs: From positions of queries [n, 1] and of keys [S] to whether, or how often, each pair counts: [n, S] or, if
-            heads differ, [H, n, S], bool or int.
+        pairs: From positions of queries [n, 1] and of keys [S] to whether, or how often, each pair counts: [n, S] or,
+            if heads differ, [H, n, S], bool or int.
         queries: L, at least 1.
         keys: S, at least 1.
         tile: Queries, and keys, per tile, a power of 2 from 16 to 64.

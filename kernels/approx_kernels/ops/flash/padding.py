@@ -29,8 +29,8 @@ def under_padding(
     during a CUDA graph capture, where `alike` must be None.
 
     Args:
-        attend: From q [B, H, L, D], k [B, H, S, D], v [B, H, S, E] with L <= S and a mask [B, S], or None, of which each
-            sample has the real keys at the front, to [B, H, L, E], with 0 for padded queries where L == S.
+        attend: From q [B, H, L, D], k [B, H, S, D], v [B, H, S, E] with L <= S and a mask [B, S], or None, of which
+            each sample has the real keys at the front, to [B, H, L, E], with 0 for padded queries where L == S.
         q: Queries, [B, H, L, D], float.
         k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
         v: Values, [B, G, S, E].

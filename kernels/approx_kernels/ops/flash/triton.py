@@ -17,8 +17,8 @@ from approx_kernels.tokens import empty_gradients, empty_rows, sharing, summed
 # As far as a window reaches that has no end.
 ENDLESS = 2**30
 
-# By what they are given, see `kind`: the default, and what asks for less where that may be too much. Bounded are inputs with
-# bounds of samples, or with largest scores apart, which take registers; most kinds have enough of them.
+# By what they are given, see `kind`: the default, and what asks for less where that may be too much. Bounded are inputs
+# with bounds of samples, or with largest scores apart, which take registers; most kinds have enough of them.
 FORWARD = {
     "small": (cut(4, 3, BM=64, BN=64), cut(4, 2, BM=64, BN=32)),
     "narrow": (cut(8, 3, BM=128, BN=64), cut(8, 2, BM=64, BN=64)),
@@ -190,8 +190,8 @@ def flash_forward(
         q: [B, H, L, D], the last dimension contiguous, as in k and v.
         k: [B, G, S, D], where H is a multiple of G.
         v: [B, G, S, E].
-        bounds: [N, 5] int32: rows of the queries and of the keys of each sample, from and to, and whether keys among them
-            are masked; None where they are all of both.
+        bounds: [N, 5] int32: rows of the queries and of the keys of each sample, from and to, and whether keys among
+            them are masked; None where they are all of both.
         key_mask: [B, S] uint8, 1 at real keys; None when no bounds say that some are masked.
         spans: [H] float32, the spans of `adaptive_span_attention`.
         blocks: The tensors of a `BlockList`; empty for a window.
@@ -203,8 +203,9 @@ def flash_forward(
         apart: Whether the largest score of each query is wanted apart from the sum.
 
     Returns:
-        [B, H, L, E] in the dtype of q, and the log-sum-exp of the scores of each query, [B, H, L] float32; with `apart` also
-        the sum of exp(score - largest), [B, H, L] float32, and a key whose score is the largest, int32, -1 without any.
+        [B, H, L, E] in the dtype of q, and the log-sum-exp of the scores of each query, [B, H, L] float32; with `apart`
+        also the sum of exp(score - largest), [B, H, L] float32, and a key whose score is the largest, int32, -1 without
+        any.
     """
     given = q, k, v, bounds, key_mask, spans, blocks, left, right, ramp, scale, longest, apart
     out, lse, total, largest = _fake_forward(*given)

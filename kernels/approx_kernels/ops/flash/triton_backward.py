@@ -289,8 +289,8 @@ def flash_keys_kernel(
     dk = tl.zeros([BN, WIDE_D], tl.float32)
     dv = tl.zeros([BN, WIDE_E], tl.float32)
 
-    # A key is seen from where it would itself see, were left and right exchanged. Keys that are none do as the others, for
-    # what they are given is theirs alone.
+    # A key is seen from where it would itself see, were left and right exchanged. Keys that are none do as the others,
+    # for what they are given is theirs alone.
     begin, end, whole, after = walk(
         Bounds,
         Rows,

@@ -56,11 +56,11 @@ def attend_lists(
 ) -> Tensor:
     """Softmax attention of each block of queries to its list of keys; an entry may apply to only some of its queries.
 
-    Query i is at position `before` + i, key j at j. A query that sees no key gives 0. The backward pass stores inputs, outputs
-    and the logarithm of each normaliser.
+    Query i is at position `before` + i, key j at j. A query that sees no key gives 0. The backward pass stores inputs,
+    outputs and the logarithm of each normaliser.
 
-    With `orders`, queries and keys are numbered by their ranks in an order, and the softmax may have several parts, each
-    with its own order: queries of part p are numbered from p L on, and every part has all of them.
+    With `orders`, queries and keys are numbered by their ranks in an order, and the softmax may have several parts,
+    each with its own order: queries of part p are numbered from p L on, and every part has all of them.
 
     Args:
         q: Queries, [B, H, L, D], float32 or bfloat16.
@@ -71,9 +71,11 @@ def attend_lists(
         starts: First query of each block, and L (times the parts); at most `MOST_ROWS` apart.
         entries: The list of each block; a key that a query sees in two entries counts twice.
         scale: Factor of the scores.
-        orders: Queries and keys by rank, whole numbers [P, L] and [P, S] for all heads, or [P, B, H, L] and [P, B, H, S].
+        orders: Queries and keys by rank, whole numbers [P, L] and [P, S] for all heads, or [P, B, H, L] and [P, B, H,
+            S].
         stretches: With orders per head, the ranks that each query token sees in each part, first and end,
-            [2, P, B, H, L] int32: a key then counts only in the first part that shows it. None to count it in each part.
+            [2, P, B, H, L] int32: a key then counts only in the first part that shows it. None to count it in each
+            part.
         places: Needed with `stretches`: entries by rank, which are the same in all parts, and ranks by entry,
             [2, P, B, H, S] int32.
         itself: Whether a query may see the key of its own rank.

@@ -68,16 +68,16 @@ def linear_attention(
             numbers of x, `t2r` relu(x W + b), `hedgehog` the softmax of x W beside that of -x W.
         maps: W of queries and of keys, [H, D, D]; for `t2r` with b below it, [H, D + 1, D]. None if nothing is
             learned.
-        window: Keys of the softmax part: with `causal` the last ones up to the query's own, otherwise this many on either
-            side and its own; 0 for none.
+        window: Keys of the softmax part: with `causal` the last ones up to the query's own, otherwise this many on
+            either side and its own; 0 for none.
         mix: Factor of the softmax part for each head, [H]; needed with a window.
         scale: Factor of the scores of the softmax part.
         input_scale: Factor of q and of k before the feature map.
         eps: Added to the normaliser.
         dropout: Probability of dropping a key from the numerator, for all queries of a head at once, since there are
             no weights of single pairs.
-        impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C and `triton` kernels, for every map and window; if several keys
-            of a window have the largest score, only one of them gets its gradient.
+        impl: One of `IMPLEMENTATIONS`: `cpu` is compiled C and `triton` kernels, for every map and window; if several
+            keys of a window have the largest score, only one of them gets its gradient.
 
     Returns:
         [B, H, L, E] in the dtype of q.

@@ -75,8 +75,8 @@ def linear_heads(
 ) -> tuple[Tensor, Tensor | None]:
     """Linear attention; on a CPU without a window, a few heads at a time, whose features then stay in its cache.
 
-    When causal, it continues from the sums of earlier keys, [B, G, F, E + 1], and returns the sums for later queries; with
-    learned maps each query head has its own sums, [B, H, F, E + 1].
+    When causal, it continues from the sums of earlier keys, [B, G, F, E + 1], and returns the sums for later queries;
+    with learned maps each query head has its own sums, [B, H, F, E + 1].
     """
     if sharing(q, k) > 1:
         form = {"causal": causal, "feature_map": feature_map, "window": window, "dropout": dropout}
@@ -92,8 +92,8 @@ def linear_heads(
     keep = None if key_mask is None else key_mask[:, None, :, None]
     q, k, v = blank_padding(q, k, v, key_mask)
     heads = q.shape[1]
-    # A window is processed block by block, which is little work at a time for all heads together. In an exported program
-    # the number of heads at a time cannot depend on the length.
+    # A window is processed block by block, which is little work at a time for all heads together. In an exported
+    # program the number of heads at a time cannot depend on the length.
     if q.device.type == "cpu" and mix is None and not torch.compiler.is_exporting():
         heads = max(1, _CACHED // (q.shape[0] * k.shape[2] * k.shape[3]))
     out, reached = [], []
@@ -320,8 +320,8 @@ def continue_heads(
 ) -> tuple[Tensor, State]:
     """Causal linear attention after the keys of a state, and the state with the new ones.
 
-    The state holds `sums` of features times values and a one, [B, G, F, E + 1], with learned maps [B, H, F, E + 1]; with
-    a window, only of keys that it no longer reaches, and the others as a ring.
+    The state holds `sums` of features times values and a one, [B, G, F, E + 1], with learned maps [B, H, F, E + 1];
+    with a window, only of keys that it no longer reaches, and the others as a ring.
     """
     sums = None if state is None else state["sums"]
     ways = {"window": window, "mix": mix, **ways}

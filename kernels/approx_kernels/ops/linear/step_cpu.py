@@ -29,8 +29,8 @@ def attend_newest(
 ) -> Tensor:
     """Attend from one query, q [B, H, 1, D], to the sums of earlier keys, [B, G, F, E + 1] in float32, and newer keys.
 
-    These are its own key, or with a window all keys in it, at most `window`. The key that no later query needs is added to
-    the sums, in place. With learned maps each query head has its own sums, [B, H, F, E + 1].
+    These are its own key, or with a window all keys in it, at most `window`. The key that no later query needs is added
+    to the sums, in place. With learned maps each query head has its own sums, [B, H, F, E + 1].
     """
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k.to(q.dtype), v.to(q.dtype)))
     mask = None if key_mask is None else key_mask.contiguous()

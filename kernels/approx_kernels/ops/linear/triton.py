@@ -144,8 +144,8 @@ def linear_forward(
         eps: Added to the normaliser; where that is 0 then, the output is.
 
     Returns:
-        [B, H, L, E] in the dtype of v; in float32 one over the normalisers, [B, H, L], and of each segment of keys the sums
-        of features times values, [B, H, segments, D, E], and of features; of no segment where nobody reads them.
+        [B, H, L, E] in the dtype of v; in float32 one over the normalisers, [B, H, L], and of each segment of keys the
+        sums of features times values, [B, H, segments, D, E], and of features; of no segment where nobody reads them.
     """
     out, inverse, sums, totals = _fake_forward(q, k, v, key_mask, causal, whole)
     heads = q.shape[0] * q.shape[1]

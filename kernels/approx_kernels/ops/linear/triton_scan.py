@@ -1,13 +1,14 @@
 """The kernels of linear attention: sums over segments of rows, and the scan that reads them, forward and backward.
 
-With features f of queries and g of keys, normalisers n, gradients c of outputs over n, and s = c.o less the gradient of n,
+With features f of queries and g of keys, normalisers n, gradients c of outputs over n, and s = c.o less the gradient of
+n,
 
     o_i = sum_j (f_i.g_j) v_j / n_i             df_i = sum_j (c_i.v_j - s_i) g_j
     dv_j = sum_i (g_j.f_i) c_i                  dg_j = sum_i (v_j.c_i - s_i) f_i
 
-are all sums of (x.y) z, over earlier rows or over later ones. Chunk by chunk pairs are computed, and a state holds the sum
-of y z before. Programs share a head: one has a segment of rows and some of the columns of z. Positions are those of keys;
-the query at position p is number p - shift.
+are all sums of (x.y) z, over earlier rows or over later ones. Chunk by chunk pairs are computed, and a state holds the
+sum of y z before. Programs share a head: one has a segment of rows and some of the columns of z. Positions are those of
+keys; the query at position p is number p - shift.
 """
 
 # Triton's stubs take tensors for constants, and branches on constants for branches.

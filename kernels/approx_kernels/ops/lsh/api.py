@@ -57,11 +57,11 @@ def lsh_attention(
     Scores are differentiated, hashes are not.
 
     `asymmetric` sorts queries by a projection of [q; 0; (m - |q|²)^½] and keys by that of [k; (m - |k|²)^½; 0] and cuts
-    both orders into equally many clusters. m and the order of all tokens depend on the future, so the causal form hashes
-    directions instead, of keys less the mean of the keys before them, into buckets whose number doubles with the
-    position (see `bucket_plan`), and adds the query's own key to every round. `shared` uses the queries, at length D^½, as
-    keys: k gets a gradient of 0. Its buckets are argmax [xR; -xR], `buckets` per cluster and at most 128; it looks back one cluster and sees
-    itself only if it sees nothing else. When causal, it uses the causal buckets.
+    both orders into equally many clusters. m and the order of all tokens depend on the future, so the causal form
+    hashes directions instead, of keys less the mean of the keys before them, into buckets whose number doubles with the
+    position (see `bucket_plan`), and adds the query's own key to every round. `shared` uses the queries, at length D^½,
+    as keys: k gets a gradient of 0. Its buckets are argmax [xR; -xR], `buckets` per cluster and at most 128; it looks
+    back one cluster and sees itself only if it sees nothing else. When causal, it uses the causal buckets.
 
     Query i is the token of key S - L + i if that matters: in the causal form and in masks with L == S. Padded queries,
     and queries without keys, give 0.
@@ -85,11 +85,12 @@ def lsh_attention(
         causal: Whether a query sees only keys at or before its own position.
         scale: Factor of the scores.
         dropout: Probability of dropping an attention weight, in each round.
-        impl: `triton`, which has every form, but no dropout; `cpu`, which is compiled C and has every form: with dedup it
-            drops a pair in all rounds or in none. If neither can run, `auto` uses tiles. `reference` materialises all pairs.
-        notes: For decoding: a dictionary, empty at first, with results of earlier calls about the first of these keys; its
-            samples may have been reordered or selected along the first dimension. It is updated. Only `cpu` uses it, if causal
-            and asymmetric, to hash only the new keys. None stores nothing.
+        impl: `triton`, which has every form, but no dropout; `cpu`, which is compiled C and has every form: with dedup
+            it drops a pair in all rounds or in none. If neither can run, `auto` uses tiles. `reference` materialises
+            all pairs.
+        notes: For decoding: a dictionary, empty at first, with results of earlier calls about the first of these keys;
+            its samples may have been reordered or selected along the first dimension. It is updated. Only `cpu` uses
+            it, if causal and asymmetric, to hash only the new keys. None stores nothing.
 
     Returns:
         [B, H, L, E] in the dtype of q.

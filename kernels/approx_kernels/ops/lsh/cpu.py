@@ -169,8 +169,8 @@ def _codes(
 ) -> Tensor:
     """The first bits of each token and round as in `Buckets`, [B, H, rounds, n] int32.
 
-    `so_far` is for keys: the sums and the number of the real keys before these, to which these are added; the mean up to
-    each key is subtracted from it.
+    `so_far` is for keys: the sums and the number of the real keys before these, to which these are added; the mean up
+    to each key is subtracted from it.
     """
     x = x.detach() if x.stride(-1) == 1 else x.detach().contiguous()
     columns = columns_of(projections[..., :bits].transpose(0, 1).flatten(1))

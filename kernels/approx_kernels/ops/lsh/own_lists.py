@@ -24,8 +24,8 @@ def attend_own_lists(
 ) -> Tensor:
     """`attend_lists` with separate blocks for each head, of one entry each; a key may have several ranks.
 
-    Queries and keys are numbered by rank, but distances are between tokens: query token i is at `before` + i. Queries of a
-    block have ascending positions, unless its entry does not limit the distance.
+    Queries and keys are numbered by rank, but distances are between tokens: query token i is at `before` + i. Queries
+    of a block have ascending positions, unless its entry does not limit the distance.
 
     Args:
         q: Queries, [B, H, L, D], float32 or bfloat16.
@@ -38,8 +38,8 @@ def attend_own_lists(
         entries: The keys of each block, [blocks, 4], int32; see `Entry`.
         scale: Factor of the scores.
         orders: Queries and keys by rank, [P, B, H, L] and [P, B, H, M].
-        itself: How often a query sees the key at its own position besides its lists, if there is one; below 0 it does not see
-            it in the lists either.
+        itself: How often a query sees the key at its own position besides its lists, if there is one; below 0 it does
+            not see it in the lists either.
         dropout: Probability of dropping a weight, separately in each part.
         stretches, places: As in `attend_lists`, for all ranks, [2, P, B, H, M].
 

@@ -135,8 +135,8 @@ class Buckets:
         projections: The projections of the shared variant or of the causal form of the asymmetric one.
         variant: `asymmetric` or `shared`.
         highest: The highest level needed.
-        count: Number of real tokens up to each, [B, n], to subtract their mean from x first: a vector subtracted from all
-            keys does not change the softmax, but makes hashes tell keys apart. None subtracts nothing.
+        count: Number of real tokens up to each, [B, n], to subtract their mean from x first: a vector subtracted from
+            all keys does not change the softmax, but makes hashes tell keys apart. None subtracts nothing.
         mask: [B, n] bool, True at real tokens; used only with `count`.
     """
 
@@ -311,10 +311,10 @@ def bucket_stretches(
 
     Sorting and cutting the whole sequence would reveal how many later tokens sort below a token. Here a token's bucket
     depends only on itself, and the chunks of a bucket, of `cluster` keys each, start at the bucket's first key: a query
-    sees the chunk with the newest key of its bucket, as far as it is filled, and the chunk before. The number of buckets
-    doubles with the position of the query, so that it sees 1 to 2 clusters of keys in a bucket of mean size; keys are in
-    the tables of all levels that may need them, 2 S entries in all and at most S per level. A stretch may end with the
-    own token.
+    sees the chunk with the newest key of its bucket, as far as it is filled, and the chunk before. The number of
+    buckets doubles with the position of the query, so that it sees 1 to 2 clusters of keys in a bucket of mean size;
+    keys are in the tables of all levels that may need them, 2 S entries in all and at most S per level. A stretch may
+    end with the own token.
 
     Args: q [B, H, L, D] of the last L tokens, k [B, H, S, D], key_mask [B, S].
     """

@@ -77,8 +77,8 @@ def hash_tokens(
         bits: Planes per round.
         mask: [B, n] bool, True at real tokens; None when all are real.
         before: For keys, the number of real ones before these, [B] int64.
-        sums: For keys, the sums of the products of those before, to which these are added in place, [B, H, planes] float64;
-            the mean up to each key is subtracted from it. None subtracts nothing.
+        sums: For keys, the sums of the products of those before, to which these are added in place, [B, H, planes]
+            float64; the mean up to each key is subtracted from it. None subtracts nothing.
     """
     codes = _no_codes(x, columns, rounds, bits, mask, before, sums)
     batch, heads, tokens, size = x.shape
@@ -173,8 +173,9 @@ def find_stretches(
         wants_places: Whether to return the places of keys.
 
     Returns:
-        Queries by rank [R, B, H, L], keys by rank [R, B, H, M], the first block of each head [B H + 1], the first query of each
-        block [B H R most + 1], its keys [B H R most, 4], and `stretches` and `places` of `attend_lists`, empty unless wanted.
+        Queries by rank [R, B, H, L], keys by rank [R, B, H, M], the first block of each head [B H + 1], the first query
+        of each block [B H R most + 1], its keys [B H R most, 4], and `stretches` and `places` of `attend_lists`, empty
+        unless wanted.
     """
     form = cluster, highest, ranks, most, shared, wants_seen, wants_places
     made = _no_stretches(by_query, by_key, mask, *form)
@@ -182,7 +183,8 @@ def find_stretches(
     batch, heads, rounds, length = by_query.shape[-4:]
     groups, keys = by_key.shape[-3], by_key.shape[-1]
     if mask is not None:
-        # Ranks outside every stretch may be read along with their neighbours, so they point to a real token if there is one.
+        # Ranks outside every stretch may be read along with their neighbours, so they point to a real token if there is
+        # one.
         key_order += mask.to(torch.uint8).argmax(1)[:, None, None]
     items = batch * heads * rounds
     count = torch.empty(items, dtype=torch.int64)

@@ -141,8 +141,8 @@ def lsh_forward(
         key_mask: [B, S] uint8, 1 at real keys, or None; read for own keys alone.
         plan: The tensors of `SortedRounds` but the last.
         ranks: The last one, where a pair counts once; None where it does in every round that shows it.
-        own: `always` adds the key of the own token to every round, `last resort` where no round shows a key; both leave it
-            out of the stretches. `as any other` does neither.
+        own: `always` adds the key of the own token to every round, `last resort` where no round shows a key; both leave
+            it out of the stretches. `as any other` does neither.
         width: Ranks that a query sees in a round, at most; for counting operations.
         scale: Factor of the scores.
 
@@ -218,8 +218,8 @@ def lsh_backward(
         q: And all others: as for `lsh_forward`.
 
     Returns:
-        [B, H, L, D] in the dtype of q; of each query the sum of outputs times their gradients, [B, H, L]; and without the
-        scale, [B, H, M, D] and [B, H, M, E], float32 as well.
+        [B, H, L, D] in the dtype of q; of each query the sum of outputs times their gradients, [B, H, L]; and without
+        the scale, [B, H, M, D] and [B, H, M, E], float32 as well.
     """
     dq, delta, of_keys, of_values = _empty_gradients(grad, out, lse, q, k, v, key_mask, plan)
     grad = grad if grad.stride(3) == 1 else grad.contiguous()

@@ -28,8 +28,8 @@ def pattern_mask(name: str, length: int, causal: bool, settings: Mapping[str, An
         name: Name of the mechanism, e.g. `strided`.
         length: Number of tokens, n, at least 1.
         causal: Whether a query sees only keys at or before its own position.
-        settings: All settings of the mechanism, except `mode` and `step`, which choose among the steps and are ignored. If
-            they differ between layers, this is the lowest layer.
+        settings: All settings of the mechanism, except `mode` and `step`, which choose among the steps and are ignored.
+            If they differ between layers, this is the lowest layer.
 
     Returns:
         [steps, n, n] bool, rows are queries.

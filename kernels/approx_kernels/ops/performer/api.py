@@ -75,10 +75,10 @@ def performer_attention(
     f(q).f(k) / M is exp(scale q.k) on average, with a relative error that falls as 1 / root M and grows exponentially
     with the norms. `relu`: f(x) = relu(w.x) + 1e-3, which does not approximate the softmax.
 
-    Offsets b are for estimators that weigh their rows, see `fit_estimator`: f(q).f(k) is a sum of terms times exp(b). With
-    a share s the outputs are (1 - s) o_i plus s times the mean of the values that query i may see. It replaces the paper's
-    eps added to features, which pulls all weights together where the estimate fails, but does not depend on the length of
-    keys or on later ones.
+    Offsets b are for estimators that weigh their rows, see `fit_estimator`: f(q).f(k) is a sum of terms times exp(b).
+    With a share s the outputs are (1 - s) o_i plus s times the mean of the values that query i may see. It replaces the
+    paper's eps added to features, which pulls all weights together where the estimate fails, but does not depend on the
+    length of keys or on later ones.
 
     Nothing over- or underflows: features of keys are divided by the largest value of that feature among the real keys
     (in the causal form, among those already seen); queries are multiplied by it before they are divided by their own
@@ -88,7 +88,8 @@ def performer_attention(
     running state carried between them. A query with no allowed key gives 0.
 
     Source: Choromanski et al., 2021, Rethinking Attention with Performers, arXiv 2009.14794; departs from it in the
-    stabiliser, which there is a single number for all features and leaks the future through an added eps, and in the share.
+    stabiliser, which there is a single number for all features and leaks the future through an added eps, and in the
+    share.
 
     Args:
         q: Queries, [B, H, L, D], float.
@@ -96,7 +97,8 @@ def performer_attention(
         v: Values, [B, G, S, E].
         key_mask: [B, S] bool, True at real keys; None when all are real.
         projection: Rows w, [M, D], from `draw_projection`, for all heads; or [H, M, D], per head.
-        offsets: Logarithms of the weights of rows, [H, M], for rows per head and the softmax kernel; None for no weights.
+        offsets: Logarithms of the weights of rows, [H, M], for rows per head and the softmax kernel; None for no
+            weights.
         share: Share of uniform attention of each head, [H], from 0 to 1; None for none.
         kernel: One of `KERNELS`.
         causal: Whether a query sees only keys at or before its own position.
@@ -151,8 +153,8 @@ def performer_decode(
 
     Returns:
         [B, H, L, E] in the dtype of q, and the state, in at least float32: `sums` of features times values and a
-        one, [B, G, M, E + 1]; for the softmax kernel also the `top` that they are relative to, [B, G, 1, M]; with a share
-        also the sums of values and a one, `values`, [B, G, 1, E + 1]. With
+        one, [B, G, M, E + 1]; for the softmax kernel also the `top` that they are relative to, [B, G, 1, M]; with a
+        share also the sums of values and a one, `values`, [B, G, 1, E + 1]. With
         rows per head, each query head has its own.
 
     Raises:

@@ -103,8 +103,8 @@ def key_features(logs: Tensor, top: Tensor, keep: Tensor | None) -> Tensor:
 def divided(sums: Tensor) -> Tensor:
     """Outputs from sums of weighted values and, in the last column, of weights.
 
-    With a key the weights add up to at least 1, since the largest feature of the query meets the key that set `top`; so the
-    bound matters only without a key, where the output is 0.
+    With a key the weights add up to at least 1, since the largest feature of the query meets the key that set `top`; so
+    the bound matters only without a key, where the output is 0.
     """
     return sums[..., :-1] / sums[..., -1:].clamp(min=0.5)
 
@@ -399,13 +399,14 @@ def mixed(
         return (out + share * (mean - out)).to(out.dtype), later
 
 
-# With w of N(0, 1) and u = x + y, the product of features exp(a w² + (1 - 4a)^½ w x - x²/2) of x and y, times (1 - 4a)^½,
-# is exp(x y) on average for every a < 1/8. Its second moment relative to exp(2 x y) is (1 + p) / 2 p^½ exp(u² / p), p = 1 - 8a;
-# the mean logarithm of that over pairs with E u² = s is smallest at p² - (1 + 2 s) p - 2 s = 0. Coordinates multiply, so
-# vectors may use any basis, with a separate a for each coordinate.
+# With w of N(0, 1) and u = x + y, the product of features exp(a w² + (1 - 4a)^½ w x - x²/2) of x and y, times (1 -
+# 4a)^½, is exp(x y) on average for every a < 1/8. Its second moment relative to exp(2 x y) is (1 + p) / 2 p^½ exp(u² /
+# p), p = 1 - 8a; the mean logarithm of that over pairs with E u² = s is smallest at p² - (1 + 2 s) p - 2 s = 0.
+# Coordinates multiply, so vectors may use any basis, with a separate a for each coordinate.
 #
-# Neither a rotation nor an invertible map T of queries, with the inverse of its transpose for keys, changes q.k. A vector
-# subtracted from all keys scales the weights of a query by one number, which cancels. This freedom is used to minimise u.
+# Neither a rotation nor an invertible map T of queries, with the inverse of its transpose for keys, changes q.k. A
+# vector subtracted from all keys scales the weights of a query by one number, which cancels. This freedom is used to
+# minimise u.
 
 ESTIMATORS = ("positive", "oprf", "sderf", "aderf")
 
@@ -458,9 +459,10 @@ class Fitted(NamedTuple):
 def fit_estimator(q: Tensor, k: Tensor, key_mask: Tensor | None = None, *, estimator: str, scale: float) -> Fitted:
     """Fit each head's estimator of exp(scale q.k) to the second moments of its queries and keys.
 
-    `positive` fits nothing. `oprf` has one a for all coordinates of a head. `sderf` has one per coordinate, in the basis in
-    which the coordinates of queries plus keys are uncorrelated. `aderf` first maps queries and keys to equal second moments,
-    which minimises the squares of their sums, and subtracts the mean of queries plus keys from the keys.
+    `positive` fits nothing. `oprf` has one a for all coordinates of a head. `sderf` has one per coordinate, in the
+    basis in which the coordinates of queries plus keys are uncorrelated. `aderf` first maps queries and keys to equal
+    second moments, which minimises the squares of their sums, and subtracts the mean of queries plus keys from the
+    keys.
 
     Source: Likhosherstov et al., 2022, Chefs' Random Tables, arXiv 2205.15317 (OPRF) and 2023, FAVOR#, arXiv 2302.00787
     (SDERF, ADERF); departs from the last in moments around the mean and in subtracting the means.

@@ -120,10 +120,10 @@ def performer_forward(
         scale: Factor of the scores.
 
     Returns:
-        [B, H, L, E] in the dtype of q. What the backward pass asks for: the logarithms that features of queries are relative
-        to, [B, H, L], none for `relu`; one over the normalisers, [B, H, L]; and as bits which keys of a chunk rise far above
-        all before, [B, H, chunks] int64, of no chunk where nothing is relative to those. Then the state of `performer_decode`,
-        both parts, of no feature where nobody wants it.
+        [B, H, L, E] in the dtype of q. What the backward pass asks for: the logarithms that features of queries are
+        relative to, [B, H, L], none for `relu`; one over the normalisers, [B, H, L]; and as bits which keys of a chunk
+        rise far above all before, [B, H, chunks] int64, of no chunk where nothing is relative to those. Then the state
+        of `performer_decode`, both parts, of no feature where nobody wants it.
     """
     out, *kept, state, top = _fake_forward(q, k, v, rows, offsets, key_mask, causal, whole, kernel)
     launches = Launches(q, k, v, rows, offsets, key_mask, causal, kernel, scale)

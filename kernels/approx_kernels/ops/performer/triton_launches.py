@@ -54,9 +54,9 @@ PARALLEL = {
 class Launches:
     """The kernels on one set of inputs, which are those of `performer_forward`.
 
-    Sums are float32: of features times values [B, H, slots, M, E], of features [B, H, slots, M], and beside those of keys
-    the tops that they are relative to, [B, H, slots, M], None for the relu kernel. Causal, a slot is what stands before a
-    chunk, or behind it where queries are summed, and a last one all; otherwise the last one alone is read.
+    Sums are float32: of features times values [B, H, slots, M, E], of features [B, H, slots, M], and beside those of
+    keys the tops that they are relative to, [B, H, slots, M], None for the relu kernel. Causal, a slot is what stands
+    before a chunk, or behind it where queries are summed, and a last one all; otherwise the last one alone is read.
     """
 
     def __init__(

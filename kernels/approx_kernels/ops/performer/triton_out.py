@@ -76,10 +76,10 @@ def performer_out_kernel(
 ):
     """BC columns of BT outputs of one head, with what their features are relative to, and 1 / n.
 
-    CAUSAL they stand at the positions of one chunk of keys: sums hold the keys before it, and those in it are paired with
-    the queries. A query may not know how large later keys are. So features of keys are relative to the tops, which earlier
-    chunks had. From a key on that rises more than RISE above them in one feature, it raises them, and queries from it on are
-    computed again; in `Rises`, [G, chunks], the bits of such keys are set.
+    CAUSAL they stand at the positions of one chunk of keys: sums hold the keys before it, and those in it are paired
+    with the queries. A query may not know how large later keys are. So features of keys are relative to the tops, which
+    earlier chunks had. From a key on that rises more than RISE above them in one feature, it raises them, and queries
+    from it on are computed again; in `Rises`, [G, chunks], the bits of such keys are set.
     """
     chunk, line = tl.program_id(0) % segments + skipped, tl.cast(tl.program_id(0) // segments, tl.int64)
     place = tl.arange(0, BT)

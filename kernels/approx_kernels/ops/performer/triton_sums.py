@@ -5,7 +5,8 @@ With tops T_c of each feature, the largest logarithm among the keys before chunk
     P_c = sum_(j before c) exp(l_j - T_c) [v_j, 1]         P_(c+1) = exp(T_c - T_(c+1)) P_c + S_c
     R_c = sum_(i behind c) exp(h_i + T_(c+1) - mu_i) [c_i, s_i]   R_(c-1) = exp(T_c - T_(c+1)) R_c + Q_c
 
-where S_c are the sums of the keys of chunk c, and Q_c those of its queries, which are relative to T_c. No factor exceeds 1.
+where S_c are the sums of the keys of chunk c, and Q_c those of its queries, which are relative to T_c. No factor
+exceeds 1.
 """
 
 # Triton's stubs take tensors for constants, and branches on constants for branches.

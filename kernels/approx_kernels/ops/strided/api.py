@@ -65,7 +65,8 @@ def strided_attention(
         [B, H, L, E] in the dtype of q.
 
     Raises:
-        ValueError: if shapes or dtypes do not match, a step or stride is unknown, or the requested implementation cannot run.
+        ValueError: if shapes or dtypes do not match, a step or stride is unknown, or the requested implementation
+            cannot run.
     """
     check_shapes(q, k, v, key_mask)
     check_form(scale, dropout, causal=causal)

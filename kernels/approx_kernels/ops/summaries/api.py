@@ -66,8 +66,8 @@ def summary_attention(
         stride: From the number of real tokens of a sample to the tokens of a block, l, non-decreasing; constant if
             causal.
         summary: Columns of a summary, c.
-        inside: The part of its own block that a query sees in step 1: all, the past and itself, the future and itself, or
-            `both`, the past in steps 1 and 2 and the future in steps 3 and 4.
+        inside: The part of its own block that a query sees in step 1: all, the past and itself, the future and itself,
+            or `both`, the past in steps 1 and 2 and the future in steps 3 and 4.
         causal: Whether a query sees only keys at or before its own position; only with `inside="past"`.
         steps: 1, 2, ... or None (all merged): what each head uses, repeated over the heads.
         scale: Factor of the scores.

@@ -71,8 +71,9 @@ def topk_forward(
         scale: Factor of the scores.
 
     Returns:
-        [B, H, L, E] in the dtype of q, 0 for a query without keys; the log-sum-exp of the scores that it keeps to the base
-        2, [B, H, L] float32, -inf without keys; and whose they are in rising order, [B, H, L, K] int32, -1 behind them.
+        [B, H, L, E] in the dtype of q, 0 for a query without keys; the log-sum-exp of the scores that it keeps to the
+        base 2, [B, H, L] float32, -inf without keys; and whose they are in rising order, [B, H, L, K] int32, -1 behind
+        them.
     """
     out, lse, top = _empty(q, k, v, key_mask, kept)
     best, launches = lse.new_empty(top.shape), Launches(q, k, v, kept, causal, scale)

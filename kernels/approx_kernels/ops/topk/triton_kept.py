@@ -96,8 +96,8 @@ def queries_kernel(
     at = dOut + item // H * g_b + item % H * g_h + row * g_n + value
     grad = tl.load(at, mask=value < E, other=0.0).to(tl.float32)
     lse, factor = tl.load(Lse + line), scale * 1.4426950408889634
-    # With weights p and changes c: the sum of p c k, less that of p c times that of p k. Far from 0 scores round so that
-    # the weights do not sum to 1, and all that is left is the difference.
+    # With weights p and changes c: the sum of p c k, less that of p c times that of p k. Far from 0 scores round so
+    # that the weights do not sum to 1, and all that is left is the difference.
     total, delta = tl.zeros([BK], tl.float32), tl.zeros([BK], tl.float32)
     changed, mean = tl.zeros([WIDE_D], tl.float32), tl.zeros([WIDE_D], tl.float32)
     for begin in range(0, kept, BK):

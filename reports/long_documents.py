@@ -108,7 +108,7 @@ def page(made: Record, name: str) -> str:
         f"# {made.title}",
         f"A {made.checkpoint.family} of {made.checkpoint.layers} layers with "
         f"{made.checkpoint.positions:,} positions, fine-tuned for minutes with exact attention on texts of which most were read "
-        "in part (`bench/long_documents_model.py`); none of the texts below was trained on. Accuracy in per cent; in brackets the "
+        "in part (`examples/long_documents_model.py`); none of the texts below was trained on. Accuracy in per cent; in brackets the "
         "difference from exact attention at the same length, with its 95 % interval, in points. *ms* is the median time of a "
         "forward of one text that fills the length.",
     ]

@@ -21,7 +21,7 @@ from approx.tasks import known
 from test_house import MAY_IMPORT
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples" / "README.md"]
 LINKED = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "reports" / "README.md"]
 # Marks a block whose commands need the reader's own models, data or hardware.
 EXAMPLE = "<!-- example:"

@@ -128,7 +128,9 @@ def machine_paths(text: str) -> list[str]:
 
 
 def python_files() -> list[Path]:
-    folders = [ROOT / name for name in ("approx", "kernels", "tests", "tools", "bench", "recipes", "reports")]
+    folders = [
+        ROOT / name for name in ("approx", "kernels", "tests", "tools", "bench", "examples", "recipes", "reports")
+    ]
     files = [*ROOT.glob("*.py"), *(file for folder in folders for file in folder.rglob("*.py"))]
     return sorted(files)
 

@@ -20,7 +20,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 # Top-level name in the wheel -> folder in a checkout.
 HOMES = {"approx": "approx", "approx/recipes": "recipes", "approx_kernels": "kernels/approx_kernels"}
 # Folders and files of a checkout that must not become top-level names in site-packages.
-NOT_SHIPPED = ("bench", "cli", "kernels", "recipes", "reports", "tests")
+NOT_SHIPPED = ("bench", "cli", "examples", "kernels", "recipes", "reports", "tests", "tools")
 # Dependencies without an import statement in our code.
 BEHIND_OTHERS = {
     "pyarrow": "pandas and datasets write parquet through it",
@@ -78,7 +78,7 @@ def imported(*folders: str) -> set[str]:
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 names.add(node.module.split(".")[0])
     here = {path.stem for folder in ("tests", "tools", "tools/mutants", "bench") for path in (ROOT / folder).iterdir()}
-    local = {"approx", "approx_kernels", "bench", "cli", "reports", "tests"} | here
+    local = {"approx", "approx_kernels", "bench", "cli", "examples", "reports", "tests"} | here
     return names - local - set(sys.stdlib_module_names)
 
 
@@ -147,7 +147,9 @@ def test_every_dependency_is_declared_and_used():
 def test_the_dev_extra_holds_what_the_tests_import():
     core = {canonicalize_name(Requirement(line).name) for line in PROJECT["project"]["dependencies"]}
     assert (
-        distributions(imported("tests", "tools", "bench")) - core - requirements("dev", "lm-eval", "mutants", "train")
+        distributions(imported("tests", "tools", "bench", "examples"))
+        - core
+        - requirements("dev", "lm-eval", "mutants", "train")
         == set()
     )
 

@@ -1,11 +1,11 @@
 """Give a BERT encoder a masked language model's head and longer positions.
 
-    python bench/bert_model.py MINILM -o runs/bert --text runs/gpt2/text.txt
+    python examples/bert_model.py MINILM -o runs/bert --text runs/gpt2/text.txt
 
 The head is new, so it is trained, together with the encoder, on short windows of the text. The position table then
 repeats its rows up to `--positions`: inputs of up to 512 tokens give the outputs they gave before, and longer ones have
-ambiguous positions until the model is trained on such inputs, by `approx finetune --recover mlm`. `bench/gpt2_model.py`
-writes the text.
+ambiguous positions until the model is trained on such inputs, by `approx finetune --recover mlm`.
+`examples/gpt2_model.py` writes the text.
 """
 
 import argparse

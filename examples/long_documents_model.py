@@ -1,9 +1,9 @@
 """Train a classifier of texts of up to 2,048 tokens, and write the texts to measure it on.
 
-    python bench/long_documents_model.py reviews -o runs/long-documents \\
+    python examples/long_documents_model.py reviews -o runs/long-documents \\
         --start ../shared/checkpoints/minilm-sst2 --reviews ../shared/data/longdocs/movie_reviews/train.jsonl.gz \\
         --imdb ../shared/data/imdb
-    python bench/long_documents_model.py genres -o runs/genres \\
+    python examples/long_documents_model.py genres -o runs/genres \\
         --start ../shared/checkpoints/minilm-sst2 --brown ../shared/data/longdocs/brown/train.jsonl.gz
 
 It starts from a BERT fine-tuned on SST-2, extends its positions like `--max-length`, and trains the upper half of the

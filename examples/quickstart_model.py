@@ -1,6 +1,6 @@
 """Train the embedded default: a two-layer BERT that finds a needle in a document of 2,048 tokens.
 
-    python bench/quickstart_model.py -o approx/quickstart --force
+    python examples/quickstart_model.py -o approx/quickstart --force
 
 It takes two minutes on one core and ends at accuracy 1.000 on 200 held-out documents of 256, 1,024 and 2,048 tokens.
 Small in everything but attention (64 numbers per token, 2,048 tokens), so that attention takes nearly all of the time
@@ -40,7 +40,7 @@ CARD = """\
 # A BERT that finds needles
 
 The embedded default: a demonstration model for the generated task `needle`, made by
-`python bench/quickstart_model.py -o approx/quickstart --force`.
+`python examples/quickstart_model.py -o approx/quickstart --force`.
 """
 
 

@@ -16,7 +16,7 @@ from approx.checkpoints import checkpoint
 from approx.evaluation.evaluate import Subject, evaluate
 from approx.planning import positions
 from approx.tasks import open_task
-from bench import bert_model, gpt2_model, long_documents_model, roberta_model, speech_model
+from examples import bert_model, gpt2_model, long_documents_model, roberta_model, speech_model
 from tiny_speech import some_utterances, sound, write_utterances
 from tiny_study import tiny_checkpoint
 from zoo import tiny

@@ -1,13 +1,13 @@
 """Put the weights of a BERT checkpoint into the RoBERTa architecture, which computes the same function with them.
 
-    python bench/roberta_model.py ../shared/checkpoints/minilm-sst2 -o runs/roberta-sst2
+    python examples/roberta_model.py ../shared/checkpoints/minilm-sst2 -o runs/roberta-sst2
 
 RoBERTa differs from BERT in where positions start, in its classification head, which contains BERT's pooler, and in the
 tokenizer, which stays BERT's here. Outputs are equal to the bit, which this script checks. Task heads for sequence
 classification and question answering move with the encoder; `--task-head` gives a checkpoint without one a new one, to
 be trained:
 
-    python bench/roberta_model.py MINILM -o runs/roberta-start --task-head classification
+    python examples/roberta_model.py MINILM -o runs/roberta-start --task-head classification
     approx finetune runs/roberta-start --task documents --data reviews.jsonl -o runs/roberta-imdb
 """
 

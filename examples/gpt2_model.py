@@ -1,6 +1,6 @@
 """Train a small GPT-2 on English texts, and compare its perplexity with those of n-gram models.
 
-    python bench/gpt2_model.py -o runs/gpt2 --encoder MINILM --tokenizer ../shared/data/tokenizers/gpt2 \\
+    python examples/gpt2_model.py -o runs/gpt2 --encoder MINILM --tokenizer ../shared/data/tokenizers/gpt2 \\
         --data ../shared/data
 
 `--data` holds the texts: `longdocs`, `imdb` and `squad`, written as WikiText writes: with spaces around punctuation.

@@ -1,6 +1,6 @@
 """Train a small Wav2Vec2 with a CTC task head on synthetic speech, and write the speech to measure it on.
 
-    python bench/speech_model.py -o runs/speech --reviews ../shared/data/imdb/train.jsonl.gz \\
+    python examples/speech_model.py -o runs/speech --reviews ../shared/data/imdb/train.jsonl.gz \\
         --librispeech ../shared/data/librispeech
 
 `espeak-ng` reads sentences of real reviews aloud, in several voices, accents, pitches and speeds. Sentences are short

@@ -1,22 +1,96 @@
 """What a checkpoint is, and what a plan would do to it, from its config alone."""
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from approx.checkpoints import checkpoint, families
-from approx.checkpoints.history import history
+from approx.checkpoints.history import Conversion, Training, history
 from approx.errors import ApproxError, Exit
 from approx.planning import anatomy, cost, positions
 from approx.planning.plan import Plan, described, site_record
 
 # A ceiling below this causes a warning.
 _HARDLY = 1.1
-# The entry of a layer that keeps exact attention.
-_EXACT = {"heads": "all", "mechanism": None, "settings": {}, "exact_below": 0, "recompute": False}
 
 
-def inspect(
-    name: str, *, revision: str | None = None, offline: bool = False, merge_adapter: bool = False
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Layer:
+    """A layer of a checkpoint, or a group of its heads if they differ.
+
+    Attributes:
+        heads: How many there are.
+        fixed_positions: Positions of every input, where they are fixed.
+        mechanism: None where attention is exact.
+        group: The heads that have the mechanism: `all`, or numbers and ranges.
+    """
+
+    layer: int
+    path: str
+    heads: int
+    key_heads: int
+    head_dim: int
+    causal: bool
+    fixed_positions: int | None
+    mechanism: str | None
+    settings: dict[str, Any]
+    group: str
+
+
+@dataclass(frozen=True)
+class Inspected:
+    """A checkpoint, as its config describes it.
+
+    Attributes:
+        positions: The longest input; None for no limit.
+        fixed_positions: Positions of every input, where they are fixed.
+        seconds_per_position: Seconds of sound that a position stands for.
+        history: The steps applied to it, in order.
+        cross_attention: Number of cross-attention modules.
+    """
+
+    name: str
+    family: str
+    architecture: str
+    parameters: int
+    positions: int | None
+    fixed_positions: int | None
+    seconds_per_position: float | None
+    converted: bool
+    history: list[Conversion | Training]
+    cross_attention: int
+    layers: list[Layer]
+
+
+@dataclass(frozen=True)
+class PlannedLayer:
+    """A layer under a plan, or a group of its heads if they differ; without a mechanism, attention stays exact."""
+
+    path: str
+    layer: int
+    heads: str = "all"
+    mechanism: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    exact_below: int = 0
+    recompute: bool = False
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What a plan would do to a checkpoint, and what it would cost at each length."""
+
+    name: str
+    plan: Plan
+    layers: list[PlannedLayer]
+    costs: list[cost.Cost]
+    warnings: list[str]
+
+    def to_data(self) -> dict[str, Any]:
+        """As plain data."""
+        costs = [{**vars(one), "ceiling": one.ceiling, "speedup": one.speedup} for one in self.costs]
+        return {**vars(self), "plan": self.plan.to_data(), "costs": costs}
+
+
+def inspect(name: str, *, revision: str | None = None, offline: bool = False, merge_adapter: bool = False) -> Inspected:
     """Describe a checkpoint from its config alone.
 
     Args:
@@ -30,35 +104,36 @@ def inspect(
     """
     source = checkpoint.locate(name, revision=revision, offline=offline, merge_adapter=merge_adapter)
     facts = anatomy.anatomy(families.stock_config(source.config), source.stock_class)
-    converted = source.raw.get("approx") or {}
-    sites = converted.get("sites", {})
-    return {
-        "name": source.name,
-        "family": facts.family,
-        "architecture": facts.architecture,
-        "parameters": facts.parameters,
-        "positions": facts.positions,
-        "fixed_positions": facts.fixed_length,
-        "seconds_per_position": facts.seconds,
-        "converted": source.converted,
-        "history": [step.model_dump() for step in history(converted)],
-        "cross_attention": facts.cross_attention,
-        "layers": [
-            {
-                "layer": site.layer,
-                "path": site.path,
-                "heads": site.heads,
-                "key_heads": site.key_heads,
-                "head_dim": site.head_dim,
-                "causal": site.causal,
-                "fixed_positions": site.fixed_length,
-                **{key: part[key] for key in ("mechanism", "settings")},
-                "group": part["heads"],
-            }
+    record = source.raw.get("approx") or {}
+    sites = record.get("sites", {})
+    return Inspected(
+        name=source.name,
+        family=facts.family,
+        architecture=facts.architecture,
+        parameters=facts.parameters,
+        positions=facts.positions,
+        fixed_positions=facts.fixed_length,
+        seconds_per_position=facts.seconds,
+        converted=source.converted,
+        history=history(record),
+        cross_attention=facts.cross_attention,
+        layers=[
+            Layer(
+                layer=site.layer,
+                path=site.path,
+                heads=site.heads,
+                key_heads=site.key_heads,
+                head_dim=site.head_dim,
+                causal=site.causal,
+                fixed_positions=site.fixed_length,
+                mechanism=part.mechanism if part else None,
+                settings=part.settings if part else {},
+                group=part.heads if part else "all",
+            )
             for site in facts.sites
-            for part in (described(sites[site.path]) if site.path in sites else [_EXACT])
+            for part in (described(sites[site.path]) if site.path in sites else [None])
         ],
-    }
+    )
 
 
 def plan(
@@ -69,7 +144,7 @@ def plan(
     revision: str | None = None,
     offline: bool = False,
     merge_adapter: bool = False,
-) -> dict[str, Any]:
+) -> Planned:
     """Show which layers a plan changes, and predict its cost and speed-up by counting operations.
 
     Args:
@@ -91,25 +166,12 @@ def plan(
     # Of a model whose inputs all have one length, no other can be counted.
     counted = lengths if facts.fixed_length is None else [facts.fixed_length]
     costs = cost.predict(facts, assignment, counted)
-    return {
-        "name": source.name,
-        "plan": chosen.to_data(),
-        "layers": [
-            {"layer": site.layer, "path": site.path, **{key: part[key] for key in _EXACT}}
-            for site in facts.sites
-            for part in (described(site_record(site, assignment[site])) if site in assignment else [_EXACT])
-        ],
-        "costs": [
-            {
-                **vars(c),
-                "seconds": facts.seconds and facts.seconds * c.length,
-                "ceiling": c.ceiling,
-                "speedup": c.speedup,
-            }
-            for c in costs
-        ],
-        "warnings": _warnings(facts, costs),
-    }
+    layers = [
+        PlannedLayer(site.path, **vars(part)) if part else PlannedLayer(site.path, site.layer)
+        for site in facts.sites
+        for part in (described(site_record(site, assignment[site])) if site in assignment else [None])
+    ]
+    return Planned(source.name, chosen, layers, costs, _warnings(facts, costs))
 
 
 def _warnings(facts: anatomy.Anatomy, costs: list[cost.Cost]) -> list[str]:

@@ -69,7 +69,7 @@ def test_without_the_import_a_converted_folder_fails_loudly(saved, tmp_path):
 
 
 def test_a_folder_that_save_pretrained_wrote_is_opened_checked_and_reverted(saved):
-    assert approx.inspect(str(saved))["converted"]
+    assert approx.inspect(str(saved)).converted
     model = approx.load(saved).model
     approx.revert(model)
     assert type(model).__name__ == "BertForSequenceClassification"

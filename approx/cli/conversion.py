@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +12,10 @@ from approx.cli.command import command
 from approx.cli.layers import layer_table, settings_text
 from approx.cli.tables import table
 from approx.cli.terminal import Terminal
+
+if TYPE_CHECKING:
+    from approx.checkpoints.history import Conversion, Receipt, Swapped, Training
+    from approx.inspection import Inspected, Layer
 
 _PANEL = "Convert"
 _STEPS = 7
@@ -46,29 +50,31 @@ def inspect(
     from approx import api
 
     checkpoint = api.inspect(model, revision=revision, offline=offline, merge_adapter=merge_adapter)
-    state = "converted" if checkpoint["converted"] else "stock"
+    state = "converted" if checkpoint.converted else "stock"
     head = (
-        f"{checkpoint['name']}: {checkpoint['architecture']} ({checkpoint['family']}, {state}), {checkpoint['parameters']:,} parameters, "
+        f"{checkpoint.name}: {checkpoint.architecture} ({checkpoint.family}, {state}), {checkpoint.parameters:,} parameters, "
         f"positions: {_positions(checkpoint)}"
     )
     sites = layer_table(
-        [{**part, "heads": part["group"], "counted": _heads(part)} for part in checkpoint["layers"]],
+        checkpoint.layers,
         {
-            "heads": lambda line: line[0]["counted"],
-            "head size": lambda line: str(line[0]["head_dim"]),
-            "kind": lambda line: "causal" if line[0]["causal"] else "bidirectional",
-            "positions": lambda line: _always(line[0]) if checkpoint["fixed_positions"] is None else "",
+            "heads": lambda line: _heads(line[0]),
+            "head size": lambda line: str(line[0].head_dim),
+            "kind": lambda line: "causal" if line[0].causal else "bidirectional",
+            "positions": lambda line: _always(line[0]) if checkpoint.fixed_positions is None else "",
         },
         verbose=terminal.verbose,
+        group="group",
+        kind=("heads", "key_heads", "head_dim", "causal", "fixed_positions"),
     )
-    notes = [f"Made by: {_entry(entry)}" for entry in checkpoint["history"]]
-    if checkpoint["cross_attention"]:
-        notes.append(f"{checkpoint['cross_attention']} cross-attention modules always stay exact.")
+    notes = [f"Made by: {_entry(step)}" for step in checkpoint.history]
+    if checkpoint.cross_attention:
+        notes.append(f"{checkpoint.cross_attention} cross-attention modules always stay exact.")
     terminal.result(checkpoint, head, sites, *notes)
-    if checkpoint["converted"]:
+    if checkpoint.converted:
         terminal.note(_measure(model))
     else:
-        fitting = f"approx mechanisms --family {checkpoint['family']}"
+        fitting = f"approx mechanisms --family {checkpoint.family}"
         terminal.note(f"Next: approx plan {shlex.quote(model)} -m NAME; `{fitting}` lists the mechanisms that fit.")
 
 
@@ -101,17 +107,17 @@ def plan(
     chosen = options.read_plan(mechanism, set_, layers, heads, plan_file, exact_below, recompute)
     counted = options.read_numbers(lengths, "--lengths")
     options.check_output(output, force)
-    prediction = api.plan(model, chosen, counted, revision=revision, offline=offline, merge_adapter=merge_adapter)
+    planned = api.plan(model, chosen, counted, revision=revision, offline=offline, merge_adapter=merge_adapter)
     costs = table(
         ["tokens", "GFLOP outside", "GFLOP exact", "GFLOP planned", "MB exact", "MB planned", "predicted", "ceiling"],
         [
             [
-                wording.length(str(cost["length"]), cost["seconds"]),
-                *(f"{cost[key] / 1e9:.2f}" for key in ("flops_outside", "flops_exact", "flops_planned")),
-                *(f"{cost[key] / 1e6:.2f}" for key in ("memory_exact", "memory_planned")),
-                *(f"{cost[key]:.2f}×" for key in ("speedup", "ceiling")),
+                wording.length(str(cost.length), cost.seconds),
+                *(f"{flops / 1e9:.2f}" for flops in (cost.flops_outside, cost.flops_exact, cost.flops_planned)),
+                *(f"{most / 1e6:.2f}" for most in (cost.memory_exact, cost.memory_planned)),
+                *(f"{ratio:.2f}×" for ratio in (cost.speedup, cost.ceiling)),
             ]
-            for cost in prediction["costs"]
+            for cost in planned.costs
         ],
         title="Counted operations of one forward pass of one sequence, and its peak memory in float32 beside weights and inputs; "
         "`approx bench` measures time and memory",
@@ -120,7 +126,7 @@ def plan(
         write_whole(output, chosen.to_json() if output.suffix == ".json" else chosen.to_yaml())
         terminal.note(f"Plan written to {output}")
     terminal.result(
-        prediction, layer_table(prediction["layers"], {}, verbose=terminal.verbose), costs, *prediction["warnings"]
+        planned.to_data(), layer_table(planned.layers, {}, verbose=terminal.verbose), costs, *planned.warnings
     )
     given = {"-m": mechanism, "--layers": layers, "--heads": heads, "--plan": plan_file, "--exact-below": exact_below}
     defaults = {"--layers": "all", "--heads": "all", "--exact-below": 0}
@@ -174,17 +180,17 @@ def convert(
             trust_remote_code=trust_remote_code,
             progress=lambda step: bar(f"convert: {step}", next(done, _STEPS - 1), _STEPS),
         )
-    left = [f"Left exact: layers {', '.join(map(str, receipt['left']))}"] if receipt["left"] else []
+    left = [f"Left exact: layers {', '.join(map(str, receipt.left))}"] if receipt.left else []
     terminal.result(
-        {"output": str(output), **receipt},
+        {"output": str(output), **receipt.model_dump()},
         _swapped(terminal, receipt),
-        f"Layer errors measured on {receipt['measured_on']}.",
-        checks_table(receipt["checks"]),
+        f"Layer errors measured on {receipt.measured_on}.",
+        checks_table(receipt.checks),
         *left,
-        *(f"Warning: {warning}" for warning in receipt["warnings"]),
+        *(f"Warning: {warning}" for warning in receipt.warnings),
         f"Written to {output}",
     )
-    for note in receipt["notes"]:
+    for note in receipt.notes:
         terminal.note(note)
     terminal.note(_measure(str(output)))
 
@@ -203,53 +209,53 @@ def _measure(folder: str) -> str:
     return f"Next: approx evaluate {place} --task NAME (`approx tasks` lists them); approx bench {place}"
 
 
-def _swapped(terminal: Terminal, receipt: dict[str, Any]) -> Any:
+def _swapped(terminal: Terminal, receipt: "Receipt") -> Any:
     # Errors are measured per layer: where heads differ, they are shown beside the first group.
-    first = {part["layer"]: part["heads"] for part in reversed(receipt["swapped"])}
+    first = {part.layer: part.heads for part in reversed(receipt.swapped)}
 
-    def figures(by_layer: dict[int, float]) -> Callable[[list[dict[str, Any]]], str]:
-        def cell(line: list[dict[str, Any]]) -> str:
-            layers = [part["layer"] for part in line if part["heads"] == first[part["layer"]]]
+    def figures(by_layer: dict[int, float]) -> "Callable[[list[Swapped]], str]":
+        def cell(line: "list[Swapped]") -> str:
+            layers = [part.layer for part in line if part.heads == first[part.layer]]
             values = sorted({f"{by_layer[layer]:.3f}" for layer in layers if layer in by_layer})
             return " … ".join(values[:1] + values[1:][-1:]) or ("–" if layers else "")
 
         return cell
 
-    more = {"relative output error": figures(receipt["errors"])}
-    if receipt["captured_mass"]:
-        more["captured mass"] = figures(receipt["captured_mass"])
-    return layer_table(receipt["swapped"], more, verbose=terminal.verbose)
+    more = {"relative output error": figures(receipt.errors or {})}
+    if receipt.captured_mass:
+        more["captured mass"] = figures(receipt.captured_mass)
+    return layer_table(receipt.swapped, more, verbose=terminal.verbose)
 
 
-def _positions(checkpoint: dict[str, Any]) -> str:
+def _positions(checkpoint: "Inspected") -> str:
     """How long inputs may be: a limit, one length for all, or seconds of sound."""
-    if checkpoint["fixed_positions"] is not None:
-        return f"always {checkpoint['fixed_positions']}"
-    if checkpoint["seconds_per_position"] is not None:
-        return f"no limit, {checkpoint['seconds_per_position'] * 1e3:g} ms of sound each"
-    return str(checkpoint["positions"] or "no limit")
+    if checkpoint.fixed_positions is not None:
+        return f"always {checkpoint.fixed_positions}"
+    if checkpoint.seconds_per_position is not None:
+        return f"no limit, {checkpoint.seconds_per_position * 1e3:g} ms of sound each"
+    return str(checkpoint.positions or "no limit")
 
 
-def _always(site: dict[str, Any]) -> str:
-    return "" if site["fixed_positions"] is None else f"always {site['fixed_positions']}"
+def _always(site: "Layer") -> str:
+    return "" if site.fixed_positions is None else f"always {site.fixed_positions}"
 
 
-def _heads(site: dict[str, Any]) -> str:
-    shared = "" if site["heads"] == site["key_heads"] else f" ({site['key_heads']} for keys)"
-    return f"{site['heads']}{shared}"
+def _heads(site: "Layer") -> str:
+    shared = "" if site.heads == site.key_heads else f" ({site.key_heads} for keys)"
+    return f"{site.heads}{shared}"
 
 
-def _entry(entry: dict[str, Any]) -> str:
-    if entry["action"] == "finetune":
-        on = entry["task"] or "plain text"
-        return f"finetune from {entry['base']['name']}: {','.join(entry['recover'])} on {on}, {entry['steps']:,} steps (approx {entry['approx']})"
+def _entry(step: "Conversion | Training") -> str:
+    if step.action == "finetune":
+        on = step.task or "plain text"
+        return f"finetune from {step.base.name}: {','.join(step.recover)} on {on}, {step.steps:,} steps (approx {step.approx})"
     rules = "; ".join(
         f"{rule['mechanism']} on layers {rule['layers']}{_of_heads(rule)} {settings_text(rule.get('settings') or {})}".strip()
-        for rule in entry["plan"]
+        for rule in step.plan
     )
-    longer = f", positions extended to {entry['max_length']}" if entry.get("max_length") else ""
-    text = f", calibrated on {entry['calibration']['name']}" if entry.get("calibration") else ""
-    return f"{entry['action']} from {entry['base']['name']}: {rules}{longer}{text} (approx {entry['approx']})"
+    longer = f", positions extended to {step.max_length}" if step.max_length else ""
+    text = f", calibrated on {step.calibration.name}" if step.calibration else ""
+    return f"{step.action} from {step.base.name}: {rules}{longer}{text} (approx {step.approx})"
 
 
 def _of_heads(rule: dict[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """Tables of results: quality against the base, speed against exact attention."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
@@ -10,6 +10,9 @@ from approx.evaluation.options import BASE, CEILING
 from approx.evaluation.record import BUSY, Quality, Relative, Speed, SpeedVariant, Timing
 from approx.publishing import tables, wording
 from approx.publishing.report import Comparison
+
+if TYPE_CHECKING:
+    from approx.checkpoints.history import Check
 
 _SPEED = ("batch", "tokens", "", "ms", "speed-up", "95 %", "of ceiling", "MB", "verdict")
 _DECODING = ("batch", "prompt", "", "tokens/s", "speed-up", "95 %", "of ceiling", "cache MB", "verdict")
@@ -20,9 +23,9 @@ _REMEDY = (
 _PASSED = {True: "passed", False: "FAILED", None: "does not apply"}
 
 
-def checks_table(checks: list[dict[str, Any]]) -> Table:
+def checks_table(checks: "list[Check]") -> Table:
     """The checks of a written folder."""
-    rows = [[check["name"], _PASSED[check["passed"]], check["detail"]] for check in checks]
+    rows = [[check.name, _PASSED[check.passed], check.detail] for check in checks]
     return table(["check", "result", "detail"], rows)
 
 

@@ -47,10 +47,10 @@ def verify(
             offline=offline,
             progress=lambda step: bar(f"verify: {step}", next(done, _VERIFY_STEPS - 1), _VERIFY_STEPS),
         )
-    diffs = found["diffs"].values() if terminal.verbose else ()
-    accepted = [f"Accepted: {', '.join(found['edited'])}"] if found["accepted"] else []
-    terminal.result(found, checks_table(found["checks"]), *diffs, *accepted)
-    if failed := [check["name"] for check in found["checks"] if check["passed"] is False]:
+    diffs = found.diffs.values() if terminal.verbose else ()
+    accepted = [f"Accepted: {', '.join(found.edited)}"] if found.accepted else []
+    terminal.result(found, checks_table(found.checks), *diffs, *accepted)
+    if failed := [check.name for check in found.checks if check.passed is False]:
         raise ApproxError(f"{folder} did not pass: {', '.join(failed)}.", Exit.VERIFICATION)
 
 
@@ -86,8 +86,7 @@ def export(
             merge_adapter=merge_adapter,
             progress=lambda step: bar(f"export: {step}", next(done, _EXPORT_STEPS - 1), _EXPORT_STEPS),
         )
-    errors = made["largest_relative_difference"].items()
-    rows = [[size, f"{error:.1e}"] for size, error in errors]
+    rows = [[size, f"{error:.1e}"] for size, error in made.largest_relative_difference.items()]
     terminal.result(made, table(["batch x length", "largest relative difference"], rows), f"Written to {output}")
-    for note in made["notes"]:
+    for note in made.notes:
         terminal.note(note)

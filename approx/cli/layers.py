@@ -8,28 +8,32 @@ from rich.table import Table
 
 from approx.cli.tables import table
 
-# What may differ between the layers of one model, besides their attention.
-_KIND = ("counted", "head_dim", "causal", "fixed_positions")
-
 
 def layer_table(
-    parts: Sequence[dict[str, Any]], more: dict[str, Callable[[list[dict[str, Any]]], str]], *, verbose: bool
+    parts: Sequence[Any],
+    more: dict[str, Callable[[list[Any]], str]],
+    *,
+    verbose: bool,
+    group: str = "heads",
+    kind: Sequence[str] = (),
 ) -> Table:
     """The mechanism of each layer, or of each group of heads where they differ.
 
     Args:
-        parts: One entry per layer or group of its heads, in order, with `layer`, `heads`, `mechanism` (None is exact),
+        parts: One entry per layer or group of its heads, in order, with `layer`, `mechanism` (None is exact),
             `settings` and `path`.
         more: Further columns: heading -> function from the entries of a line to its cell.
         verbose: Show a line for each layer, with its module.
+        group: The attribute of an entry that names its heads.
+        kind: Attributes in which layers of one model may differ, besides their attention.
     """
-    layers = [list(group) for _, group in groupby(parts, key=lambda part: part["layer"])]
+    layers = [list(same) for _, same in groupby(parts, key=lambda part: part.layer)]
 
-    def alike(layer: list[dict[str, Any]]) -> Any:
+    def alike(layer: list[Any]) -> Any:
         return (
-            layer[0]["layer"]
+            layer[0].layer
             if verbose
-            else [[part.get(key) for key in ("heads", "mechanism", "settings", *_KIND)] for part in layer]
+            else [[getattr(part, key) for key in (group, "mechanism", "settings", *kind)] for part in layer]
         )
 
     # Adjacent layers with the same groups of heads share one line per group.
@@ -37,11 +41,12 @@ def layer_table(
     columns = ["layers", "mechanism", "settings", *more, *(["module"] if verbose else [])]
     rows = [
         [
-            _span([part["layer"] for part in line]),
-            (line[0]["mechanism"] or "exact") + ("" if line[0]["heads"] == "all" else f" (heads {line[0]['heads']})"),
-            settings_text(line[0]["settings"]),
+            _span([part.layer for part in line]),
+            (line[0].mechanism or "exact")
+            + ("" if (heads := getattr(line[0], group)) == "all" else f" (heads {heads})"),
+            settings_text(line[0].settings),
             *(cell(line) for cell in more.values()),
-            *([line[0]["path"]] if verbose else []),
+            *([line[0].path] if verbose else []),
         ]
         for line in lines
     ]

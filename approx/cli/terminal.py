@@ -1,6 +1,7 @@
 """Output of commands: results on stdout, everything else on stderr, progress bars only on a terminal."""
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -51,9 +52,9 @@ class Terminal:
     err: Console = field(default_factory=lambda: _console(stderr=True))
 
     def result(self, data: Any, *parts: Table | str) -> None:
-        """Print `data` with --json, otherwise the parts."""
+        """Print `data`, plain or typed, with --json; otherwise the parts."""
         if self.json_output:
-            text = visible(json.dumps(data, indent=1, ensure_ascii=False, default=str), "\\u00")
+            text = visible(json.dumps(data, indent=1, ensure_ascii=False, default=_plain), "\\u00")
         else:
             with self.out.capture() as shown:
                 for part in parts:
@@ -225,3 +226,10 @@ def _console(*, stderr: bool) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else _PIPE_WIDTH
     return _PlainConsole(stderr=stderr, soft_wrap=True, width=width, markup=False, emoji=False, highlight=False)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has in place of a typed result."""
+    if hasattr(value, "model_dump"):
+        return value.model_dump(mode="json")
+    return vars(value) if dataclasses.is_dataclass(value) else str(value)

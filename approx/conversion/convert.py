@@ -427,7 +427,7 @@ def write_card(
     data = ModelCardData(
         **fields,
         library_name="sentence-transformers" if sentences else "transformers",
-        tags=["approx-attention", *sorted({part["mechanism"] for part in parts})],
+        tags=["approx-attention", *sorted({part.mechanism for part in parts})],
     )
     card = ModelCard.from_template(
         data,
@@ -683,6 +683,16 @@ def named_base(checkpoint: Checkpoint) -> Base:
     )
 
 
+class Converted(Receipt):
+    """The receipt of a conversion, with what a user should know of the checkpoint.
+
+    Attributes:
+        notes: Messages about the checkpoint, e.g. about a newly initialised head.
+    """
+
+    notes: list[str]
+
+
 def convert(
     name: str | Path,
     out: Path,
@@ -698,7 +708,7 @@ def convert(
     bundle_kernels: bool = False,
     trust_remote_code: bool = False,
     progress: Callable[[str], None] = lambda step: None,
-) -> dict[str, Any]:
+) -> Converted:
     """Convert a checkpoint into a new folder, verified before it is published.
 
     Args:
@@ -717,10 +727,6 @@ def convert(
         trust_remote_code: Whether custom code of the tokenizer or modules is copied along; approx does not run
             it. A checkpoint of the hub needs `revision`, a commit.
         progress: Called with the name of each step.
-
-    Returns:
-        The receipt as plain data: the layers converted and left, the tensors added, the error of each layer, the
-        checks.
 
     Raises:
         ApproxError: if the checkpoint, the plan or the calibration file is unusable, or a check fails (exit code 6; the
@@ -785,7 +791,7 @@ def convert(
         force=force,
         progress=progress,
     )
-    return {**receipt.model_dump(), "notes": opened.notes}
+    return Converted(**dict(receipt), notes=opened.notes)
 
 
 def revert(name: str | Path, out: Path, *, force: bool = False) -> None:

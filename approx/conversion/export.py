@@ -6,6 +6,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,29 @@ _TOLERANCE = {"torch-export": 1e-4, "onnx": 1e-3}
 _MOST_IN_ONE_FILE = 1_500_000_000
 
 
+@dataclass(frozen=True)
+class Exported:
+    """An exported program, and how it compares with its model.
+
+    Attributes:
+        output: The folder.
+        file: Name of the program in it.
+        format: `torch-export` or `onnx`.
+        inputs: Names of its inputs.
+        largest_relative_difference: Batch x length -> the largest relative difference from the model's outputs.
+        versions: Package -> the version that exported it.
+        notes: What a user should know.
+    """
+
+    output: str
+    file: str
+    format: str
+    inputs: list[str]
+    largest_relative_difference: dict[str, float]
+    versions: dict[str, str]
+    notes: list[str]
+
+
 def export(
     name: str | Path,
     out: Path,
@@ -46,7 +70,7 @@ def export(
     offline: bool = False,
     merge_adapter: bool = False,
     progress: Callable[[str], None] = lambda step: None,
-) -> dict[str, Any]:
+) -> Exported:
     """Export a checkpoint for inputs of any batch size and length, and compare the program with the model.
 
     Args:
@@ -59,9 +83,6 @@ def export(
         offline: Whether to use only local files and the hub's cache.
         merge_adapter: Whether a PEFT adapter next to the weights, or one named by its folder, is merged into them.
         progress: Called with the name of each step.
-
-    Returns:
-        As plain data: the file, its inputs and outputs, and the largest relative difference at each length.
 
     Raises:
         ApproxError: if a mechanism cannot be exported, a package is missing, or the program computes something else.
@@ -117,7 +138,7 @@ def export(
                 f"{_TOLERANCE[format]:.0e} is allowed). Nothing was written.",
                 Exit.VERIFICATION,
             )
-    return {"output": str(out), **report, "notes": [*opened.notes, *notes]}
+    return Exported(str(out), **report, notes=[*opened.notes, *notes])
 
 
 def refuse_unexportable(model: Any) -> None:

@@ -144,7 +144,7 @@ def exchange(model: Any, plan: Plan, *, max_length: int | None = None, bundle_ke
     }
     model.__class__ = families.model_class(type(model))
     return Receipt(
-        swapped=[Swapped(path=path, **entry) for path, site in sites.items() for entry in described(site)],
+        swapped=[Swapped(path=path, **vars(part)) for path, site in sites.items() for part in described(site)],
         left=[site.layer for site in facts.sites if site not in assignment],
         cross_attention=facts.cross_attention,
         added=sorted(set(model.state_dict()) - before),

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from inspect import signature
 from itertools import chain
 from pathlib import Path
@@ -641,6 +641,27 @@ def _usable() -> Reloader:
 _APPROXIMATES = 1e-6
 
 
+@dataclass(frozen=True)
+class Verified:
+    """What the verification of a folder found.
+
+    Attributes:
+        folder: The folder, or the model id.
+        revision: Commit on the hub.
+        checks: The checks.
+        edited: Names of the files that the user has edited.
+        accepted: Whether these edits were recorded in the manifest.
+        diffs: File -> the difference between this version's code and the folder's.
+    """
+
+    folder: str
+    revision: str | None
+    checks: list[Check]
+    edited: list[str]
+    accepted: bool
+    diffs: dict[str, str]
+
+
 def verify(
     name: str | Path,
     *,
@@ -648,7 +669,7 @@ def verify(
     revision: str | None = None,
     offline: bool = False,
     progress: Callable[[str], None] = lambda step: None,
-) -> dict[str, Any]:
+) -> Verified:
     """Verify a converted folder, without running code in it: what runs is the same code, written by this version.
 
     Args:
@@ -657,10 +678,6 @@ def verify(
         revision: Commit on the hub.
         offline: Whether to use only local files and the hub's cache.
         progress: Called with the name of each step.
-
-    Returns:
-        As plain data: the checks; the names of the edited files, and whether they were accepted; `diffs`, file -> the
-        difference between this version's code and the folder's.
 
     Raises:
         ApproxError: if it does not exist, is not converted, or edits on the hub were to be accepted.
@@ -681,14 +698,7 @@ def verify(
     accepted = accept and bool(edited) and all(check.passed is not False for check in found)
     if accepted:
         manifest.accept(source.folder, edited)
-    return {
-        "folder": str(name),
-        "revision": source.revision,
-        "checks": [vars(check) for check in found],
-        "edited": edited,
-        "accepted": accepted,
-        "diffs": diffs,
-    }
+    return Verified(str(name), source.revision, checks=found, edited=edited, accepted=accepted, diffs=diffs)
 
 
 def _unlisted(folder: Path) -> list[str]:

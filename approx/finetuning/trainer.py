@@ -206,9 +206,7 @@ def check_modes(modes: list[str], model: Any, *, text: bool, projections: bool) 
                 Exit.UNSUPPORTED,
             )
     if "transfer" in modes and not (mechanism_parameters(model) or projections):
-        kinds = sorted(
-            {part["mechanism"] for site in model.config.approx["sites"].values() for part in described(site)}
-        )
+        kinds = sorted({part.mechanism for site in model.config.approx["sites"].values() for part in described(site)})
         raise ApproxError(
             f"'transfer' trains the parameters of mechanisms, and {', '.join(kinds)} has none. Use 'distill' or "
             "'task', or let it train the projections (--projections).",

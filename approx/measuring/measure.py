@@ -106,10 +106,10 @@ def variant_of(label: str, one: Checkpoint) -> Variant:
         name=label,
         layers=[
             Layer(
-                **{
-                    key: part[key]
-                    for key in ("layer", *(["heads"] if "groups" in site else []), "mechanism", "settings")
-                },
+                layer=part.layer,
+                mechanism=part.mechanism,
+                settings=part.settings,
+                **({"heads": part.heads} if "groups" in site else {}),
                 **_spans(mechanism, one.model.config),
             )
             for path, site in sorted(sites.items(), key=lambda item: item[1]["layer"])

@@ -22,6 +22,7 @@ class Cost:
         memory_exact: The most bytes that the whole pass holds at once beside weights and inputs, with exact attention,
             in float32: what `bench` measures.
         memory_planned: The same under the plan.
+        seconds: Seconds of sound in the sequence; None for text and images.
     """
 
     length: int
@@ -30,6 +31,7 @@ class Cost:
     flops_planned: float
     memory_exact: int
     memory_planned: int
+    seconds: float | None = None
 
     @property
     def ceiling(self) -> float:
@@ -67,6 +69,7 @@ def predict(anatomy: Anatomy, assignment: Mapping[Site, Sequence[Rule]], lengths
             flops_planned=sum(flops for flops, _ in after),
             memory_exact=anatomy.footprint.peak(length, [memory for _, memory in before]),
             memory_planned=anatomy.footprint.peak(length, [memory for _, memory in after]),
+            seconds=anatomy.seconds and anatomy.seconds * length,
         )
 
     return [cost(length) for length in lengths]

@@ -163,19 +163,29 @@ def site_record(site: Site, rules: Sequence[Rule]) -> dict[str, Any]:
     return facts | {"groups": [entry | {"heads": some} for entry, some in zip(entries, heads, strict=True)]}
 
 
-def described(site: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A converted layer of config.json in readable form: one entry per group of its heads.
+@dataclass(frozen=True)
+class Part:
+    """A converted layer, or a group of its heads if they differ; `heads` is `all`, or numbers and ranges."""
 
-    Returns:
-        Entries with layer, heads (`all`, or numbers and ranges), mechanism, settings, exact_below and recompute.
-    """
-    plain = {"exact_below": 0, "recompute": False}
+    layer: int
+    heads: str
+    mechanism: str
+    settings: dict[str, Any]
+    exact_below: int
+    recompute: bool
+
+
+def described(site: Mapping[str, Any]) -> list[Part]:
+    """A converted layer of config.json in readable form: one part per group of its heads."""
     return [
-        {
-            "layer": site["layer"],
-            "heads": ranges(part["heads"]) if part is not site else "all",
-            **{key: part.get(key, plain.get(key)) for key in ("mechanism", "settings", "exact_below", "recompute")},
-        }
+        Part(
+            site["layer"],
+            ranges(part["heads"]) if part is not site else "all",
+            part["mechanism"],
+            part["settings"],
+            part.get("exact_below", 0),
+            part.get("recompute", False),
+        )
         for part in parts(site)
     ]
 

@@ -119,7 +119,7 @@ def test_an_adapter_alone_is_named_with_its_base(alone, base):
     assert error.exit_code == Exit.REFUSED
     assert all(word in str(error) for word in ("LORA adapter", str(base), "--merge-adapter"))
     facts = api.inspect(str(alone), merge_adapter=True)
-    assert facts["architecture"] == "LlamaForCausalLM"
+    assert facts.architecture == "LlamaForCausalLM"
     merged = checkpoint.load(alone, merge_adapter=True).model
     assert (logits(merged) - logits(tiny("LlamaForCausalLM"))).abs().max() > 1e-3
 

@@ -153,16 +153,16 @@ def test_finds_code_wherever_it_hides_and_runs_none(folder, tmp_path, monkeypatc
     # Other tests check the numbers of the folder.
     monkeypatch.setattr(verify, "_model_checks", lambda *arguments, **more: [])
     found = verify.verify(folder)
-    code = next(check for check in found["checks"] if check["name"] == "code is what this version writes")
-    assert code["passed"] is False
-    assert found["diffs"]
+    code = next(check for check in found.checks if check.name == "code is what this version writes")
+    assert code.passed is False
+    assert found.diffs
     # The version in the history proves nothing: what no version ever wrote is wrong under any name.
     config = json.loads((folder / "config.json").read_text())
     config["approx"]["history"][0]["approx"] = "0.0.1"
     (folder / "config.json").write_text(json.dumps(config))
     seal(folder)
-    code = verify.verify(folder)["checks"][1]
-    assert code["passed"] is (None if hide in COULD_BE_OLDER else False)
+    code = verify.verify(folder).checks[1]
+    assert code.passed is (None if hide in COULD_BE_OLDER else False)
     assert not (tmp_path / "ran").exists()
     model = checkpoint.load(folder, offline=True).model
     check = verify.fresh_process(folder, model)

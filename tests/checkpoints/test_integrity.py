@@ -155,7 +155,7 @@ def test_converts_a_single_file_next_to_a_stale_index(bad):
     for path in bad.glob("model-*.safetensors"):
         path.unlink()
     made = convert.convert(bad, bad.parent / "out", PLAN)
-    assert any("model.safetensors.index.json not read" in note for note in made["notes"])
+    assert any("model.safetensors.index.json not read" in note for note in made.notes)
 
 
 @pytest.mark.parametrize("name", ["model.gguf", "model.fp16.safetensors", "tf_model.h5"])
@@ -425,7 +425,7 @@ def test_a_tensor_that_only_training_reads_may_be_missing(tmp_path, architecture
     tiny(architecture, **changes).save_pretrained(tmp_path / "base")
     edit_weights(tmp_path / "base", lambda tensors: {key: x for key, x in tensors.items() if key != name})
     made = convert.convert(tmp_path / "base", tmp_path / "out", PLAN)
-    assert any(f"{name} not in the checkpoint: set to 0" in note for note in made["notes"])
+    assert any(f"{name} not in the checkpoint: set to 0" in note for note in made.notes)
     assert not load_file(tmp_path / "out" / "model.safetensors")[name].any()
 
 

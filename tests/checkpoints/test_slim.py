@@ -297,10 +297,10 @@ def test_folders_of_earlier_versions_load_with_the_same_outputs(name, auto, gold
 def test_folder_of_an_earlier_version_is_verified_and_reverted_without_its_code(golden, tmp_path):
     folder, stored = golden("second")
     found = verify.verify(folder)
-    checks = {check["name"]: check["passed"] for check in found["checks"]}
+    checks = {check.name: check.passed for check in found.checks}
     # The code differs from that of this version, and no other file has a name that approx uses.
     assert checks.pop("code is what this version writes") is None
-    assert False not in checks.values(), found["checks"]
+    assert False not in checks.values(), found.checks
     convert.revert(folder, tmp_path / "base")
     assert not [*(tmp_path / "base").glob("*.py")]
     inputs = {name: x for name, x in stored.items() if name != "output"}

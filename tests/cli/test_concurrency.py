@@ -64,7 +64,7 @@ def test_of_two_processes_one_writes_the_output_and_one_is_refused(name, base, c
             (line,) = [line for line in text.splitlines() if not line.startswith(("[", "Compiling C"))]
             assert line.startswith("error: "), text
     if name in ("convert", "finetune"):
-        assert all(check["passed"] is not False for check in verify(tmp_path / "out")["checks"])
+        assert all(check.passed is not False for check in verify(tmp_path / "out").checks)
     if name in ("evaluate", "run"):
         record.load(tmp_path / ("out.json" if name == "evaluate" else "out/record.json"))
     if name == "sweep":

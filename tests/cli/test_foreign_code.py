@@ -112,5 +112,5 @@ def test_python_runs_none_either(hostile, tmp_path):
         transformers.AutoModelForSequenceClassification.from_pretrained(hostile, trust_remote_code=trusted)
     with pytest.raises(ApproxError, match="code that approx did not write"):
         approx.push(hostile, "me/model", dry_run=tmp_path / "out", offline=True)
-    assert not approx.verify(hostile)["accepted"]
+    assert not approx.verify(hostile).accepted
     assert not (tmp_path / "ran").exists()

@@ -133,7 +133,7 @@ def test_drops_code_that_the_tokenizer_does_without(encoder, tmp_path):
     config["custom_pipelines"] = {"mine": {"impl": "mine.Mine"}}
     config["auto_map"] = {"AutoModel": "mine.Mine"}
     (encoder / "config.json").write_text(json.dumps(config))
-    notes = convert.convert(encoder, tmp_path / "converted", PLAN)["notes"]
+    notes = convert.convert(encoder, tmp_path / "converted", PLAN).notes
     assert [note.split(" names")[0] for note in notes] == [
         "config.json",
         "config.json: custom_pipelines",
@@ -186,12 +186,12 @@ def test_copies_custom_code_on_request_and_reports_it(encoder, tmp_path):
     card = (tmp_path / "converted" / "README.md").read_text("utf-8")
     assert "which approx neither wrote nor read nor ran: `mine.py`, `words.py`, copied from `encoder`" in card
     found = verify.verify(tmp_path / "converted")
-    code = next(check for check in found["checks"] if check["name"] == "code is what this version writes")
-    assert (code["passed"], "mine.py" in code["detail"]) == (None, True)
-    assert [check["name"] for check in found["checks"] if check["passed"] is False] == []
+    code = next(check for check in found.checks if check.name == "code is what this version writes")
+    assert (code.passed, "mine.py" in code.detail) == (None, True)
+    assert [check.name for check in found.checks if check.passed is False] == []
     # Other code under that name is not what the user trusted.
     (tmp_path / "converted" / "mine.py").write_text("other")
-    assert "mine.py" in verify.verify(tmp_path / "converted")["diffs"]
+    assert "mine.py" in verify.verify(tmp_path / "converted").diffs
 
 
 def test_never_copies_code_of_another_repository(encoder, tmp_path):

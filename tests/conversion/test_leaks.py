@@ -151,8 +151,8 @@ def test_checks_leave_exact_below_as_it_was():
 
 
 def test_the_receipt_says_at_which_lengths_each_check_ran(bases, tmp_path):
-    results = convert.convert(bases[True], tmp_path / "out", Plan.of("local", left=60))["checks"]
-    lengths = {check["name"]: check["lengths"] for check in results}
+    results = convert.convert(bases[True], tmp_path / "out", Plan.of("local", left=60)).checks
+    lengths = {check.name: check.lengths for check in results}
     # 62 keys are the first that do not fit into the window.
     assert lengths == {
         "exact limit equals the base": [40],
@@ -161,7 +161,7 @@ def test_the_receipt_says_at_which_lengths_each_check_ran(bases, tmp_path):
         "base weights are bit-equal": [],
         "reload without approx is bit-equal": [40, 70],
     }
-    details = " ".join(check["detail"] for check in results)
+    details = " ".join(check.detail for check in results)
     assert "at 30 and 70 positions" in details
     assert "exact" not in details
 

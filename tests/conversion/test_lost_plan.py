@@ -52,6 +52,6 @@ def test_a_config_that_lost_the_mechanisms_is_damaged(converted, tmp_path, chang
 def test_an_ordinary_folder_with_a_manifest_is_exact(tmp_path):
     convert.convert(tiny_checkpoint(tmp_path / "base"), tmp_path / "converted", Plan.of("local", left=2, right=2))
     convert.revert(tmp_path / "converted", tmp_path / "reverted")
-    assert not inspect(str(tmp_path / "reverted"))["converted"]
+    assert not inspect(str(tmp_path / "reverted")).converted
     # It comes with a manifest, and is not converted.
-    assert not inspect("quickstart")["converted"]
+    assert not inspect("quickstart").converted

@@ -34,7 +34,7 @@ def folder(made, tmp_path):
 
 
 def results(found):
-    return {check["name"]: check["passed"] for check in found["checks"]}
+    return {check.name: check.passed for check in found.checks}
 
 
 def failed(found):
@@ -46,7 +46,7 @@ def test_a_converted_folder_passes_every_check(folder):
     assert failed(found) == []
     assert results(found)["attention is really replaced"]
     assert results(found)["reload without approx is bit-equal"]
-    assert (found["edited"], found["accepted"], found["diffs"]) == ([], False, {})
+    assert (found.edited, found.accepted, found.diffs) == ([], False, {})
 
 
 def test_only_verify_notices_edits_of_a_card(folder):
@@ -54,8 +54,8 @@ def test_only_verify_notices_edits_of_a_card(folder):
         card.write("\nMine.\n")
     load(folder)
     assert failed(verify.verify(folder)) == ["files are those of the manifest"]
-    assert verify.verify(folder, accept=True)["accepted"]
-    assert verify.verify(folder)["edited"] == []
+    assert verify.verify(folder, accept=True).accepted
+    assert verify.verify(folder).edited == []
 
 
 def test_accept_records_a_renamed_label(folder):
@@ -64,7 +64,7 @@ def test_accept_records_a_renamed_label(folder):
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ApproxError, match=r"was edited: config\.json.*verify .* --accept"):
         load(folder)
-    assert verify.verify(folder, accept=True)["accepted"]
+    assert verify.verify(folder, accept=True).accepted
     assert load(folder).model.config.id2label[0] == "terrible"
 
 
@@ -73,8 +73,8 @@ def test_changed_code_is_shown_but_neither_run_nor_accepted(folder):
     model.write_text(model.read_text() + "\nraise RuntimeError\n")
     found = verify.verify(folder, accept=True)
     assert failed(found) == ["files are those of the manifest", "code is what this version writes"]
-    assert "+raise RuntimeError" in found["diffs"][model.name]
-    assert not found["accepted"]
+    assert "+raise RuntimeError" in found.diffs[model.name]
+    assert not found.accepted
     # Whoever can change the code can also change the manifest.
     seal(folder)
     found = verify.verify(folder)
@@ -92,7 +92,7 @@ def test_code_of_another_version_is_not_checked(folder):
     found = verify.verify(folder)
     assert failed(found) == []
     assert results(found)["code is what this version writes"] is None
-    assert "+# older" in found["diffs"][model.name]
+    assert "+# older" in found.diffs[model.name]
 
 
 def test_finds_weights_and_code_missing_from_the_manifest(folder):

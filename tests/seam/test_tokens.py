@@ -115,7 +115,7 @@ def test_a_folder_has_the_separator_of_its_tokenizer_and_works_in_a_pipeline(tmp
     tiny_tokenizer().save_pretrained(tmp_path / "base")
     plan = Plan.of("longformer", window=2, global_tokens="question")
     receipt = convert.convert(tmp_path / "base", tmp_path / "out", plan)
-    assert receipt["swapped"][0]["settings"]["separator"] == WORDS.index("[SEP]")
+    assert receipt.swapped[0].settings["separator"] == WORDS.index("[SEP]")
     # The folder's own code reads the ids as well; a fresh process did so in the checks.
     pair = {"text": "is the film dull", "text_pair": "the film is very long not bad not good"}
     scores = []

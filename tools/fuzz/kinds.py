@@ -210,7 +210,7 @@ def _certified(target: Path) -> None:
     _tokenizer(target)
     checkpoint.load(folder, offline=True)
     made = verify(folder, offline=True)
-    assert any(one["passed"] is False for one in made["checks"]), "verify certifies a folder with foreign code"
+    assert any(one.passed is False for one in made.checks), "verify certifies a folder with foreign code"
     with contextlib.suppress(ApproxError), _scratch() as out:
         push(folder, "me/model", dry_run=out, offline=True)
         raise AssertionError("a folder with foreign code is pushed")

@@ -67,10 +67,10 @@ def test_every_check_passed_and_is_in_the_receipt(converted):
     ]
     stored = read_receipt(folder)
     assert stored is not None
-    assert stored.model_dump() | {"notes": []} == receipt
+    assert stored.model_dump() | {"notes": []} == receipt.model_dump()
     assert receipt.errors.keys() == {0, 1}
     assert receipt.errors[1] > receipt.errors[0] >= 0
-    assert receipt["positions"] == (32, 100)
+    assert receipt.positions == (32, 100)
     assert receipt.notes == []
 
 

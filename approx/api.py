@@ -36,6 +36,7 @@ from approx.tasks import open_task
 from approx.validation import build
 
 if TYPE_CHECKING:
+    from approx.finetuning.finetune import Healing, Rehearsal
     from approx.finetuning.options import FinetuneStage
     from approx.pushing.push import push
     from approx.searching.options import SearchStage
@@ -104,7 +105,7 @@ def finetune(
     device: str = "auto",
     progress: Progress = silent,
     **options: Any,
-) -> dict[str, Any]:
+) -> "Healing":
     """Train a converted model until it is as good as before, or an exact one for comparison.
 
     Args:
@@ -158,8 +159,7 @@ def finetune(
         else teacher
     )
     with TemporaryDirectory() if output is None else nullcontext(output) as folder:
-        done = train(model, processor, stage, folder=Path(folder), teacher=taught, resume=resume, progress=progress)
-    return done.to_data()
+        return train(model, processor, stage, folder=Path(folder), teacher=taught, resume=resume, progress=progress)
 
 
 def rehearse_finetuning(
@@ -172,7 +172,7 @@ def rehearse_finetuning(
     merge_adapter: bool = False,
     device: str = "auto",
     **options: Any,
-) -> dict[str, Any]:
+) -> "Rehearsal":
     """What `finetune` would do to a folder: modes, trained parameters, steps, and time and memory from a step of each.
 
     Args and errors: as for `finetune`; nothing is written.

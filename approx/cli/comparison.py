@@ -1,7 +1,7 @@
 """Commands that show exact and converted side by side on single inputs: generate, predict."""
 
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +13,8 @@ from approx.errors import ApproxError
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from approx.measuring.prediction import Continued, Predicted
 
 _PANEL = "Measure"
 _SHOWN = 60
@@ -73,7 +75,7 @@ def generate(
         offline=offline,
         merge_adapter=merge_adapter,
     )
-    terminal.result(made, *(part for one in made["prompts"] for part in _generated(one)))
+    terminal.result(made, *(part for one in made.prompts for part in _generated(one)))
     terminal.note("Times are of one run; `approx bench --mode generate` measures them.")
 
 
@@ -110,43 +112,43 @@ def predict(
         offline=offline,
         merge_adapter=merge_adapter,
     )
-    terminal.result(made, *(part for one in made["inputs"] for part in _predicted(one, top)))
+    terminal.result(made, *(part for one in made.inputs for part in _predicted(one, top)))
 
 
-def _generated(one: dict[str, Any]) -> "list[Table | str]":
+def _generated(one: "Continued") -> "list[Table | str]":
     from approx.publishing import wording
 
-    said = one["continuations"]
+    said = one.continuations
     rows = [
-        ["text", *(repr(entry["text"])[1:-1] for entry in said.values())],
-        ["tokens/s", *(wording.milliseconds(entry["tokens_per_second"]) for entry in said.values())],
-        ["first, ms", *(wording.milliseconds(entry["first_token_ms"]) for entry in said.values())],
-        ["cache, MB", *(wording.milliseconds(entry["cache_mb"]) for entry in said.values())],
+        ["text", *(repr(entry.text)[1:-1] for entry in said.values())],
+        ["tokens/s", *(wording.milliseconds(entry.tokens_per_second) for entry in said.values())],
+        ["first, ms", *(wording.milliseconds(entry.first_token_ms) for entry in said.values())],
+        ["cache, MB", *(wording.milliseconds(entry.cache_mb) for entry in said.values())],
     ]
-    title = f"{_short(one['prompt'])} ({one['tokens']} tokens)"
+    title = f"{_short(one.prompt)} ({one.tokens} tokens)"
     return [table(["", *said], rows, title=title), *_parting(one)]
 
 
-def _parting(one: dict[str, Any]) -> list[str]:
+def _parting(one: "Continued") -> list[str]:
     lines = []
-    for label, place in one["differences"].items():
+    for label, place in one.differences.items():
         if place is None:
-            lines.append(f"All {len(one['continuations'][label]['tokens'])} tokens of {label} are those of exact.")
+            lines.append(f"All {len(one.continuations[label].tokens)} tokens of {label} are those of exact.")
         else:
-            tokens = ["the end" if word is None else repr(word) for word in (place["base"], place["own"])]
+            tokens = ["the end" if word is None else repr(word) for word in (place.base, place.own)]
             lines.append(
-                f"Token {place['token']} is the first that differs: {tokens[0]} in exact, {tokens[1]} in {label}."
+                f"Token {place.token} is the first that differs: {tokens[0]} in exact, {tokens[1]} in {label}."
             )
     return lines
 
 
-def _predicted(one: dict[str, Any], top: int) -> "list[Table | str]":
+def _predicted(one: "Predicted", top: int) -> "list[Table | str]":
     from approx.publishing import wording
 
-    said = one["predictions"]
+    said = one.predictions
     labels, base = list(said), next(iter(said.values()))
-    title = _short(one["question"] or one["input"])
-    if one["kind"] == "labels":
+    title = _short(one.question or one.input)
+    if one.kind == "labels":
         names = sorted(base, key=lambda name: -base[name])[:top]
         rows = [[name, *(wording.decimal(said[label].get(name, 0.0), 3) for label in labels)] for name in names]
         best = {label: max(scores, key=scores.__getitem__) for label, scores in said.items()}
@@ -155,9 +157,9 @@ def _predicted(one: dict[str, Any], top: int) -> "list[Table | str]":
             if len(base) > 1
             else [table(["", *labels], rows, title=title)]
         )
-    if one["kind"] == "text":
+    if one.kind == "text":
         return [table(["", "text"], [[label, said[label]] for label in labels], title=title), *_agreement(said)]
-    if one["kind"] == "masks":
+    if one.kind == "masks":
         rows = [
             [f"mask {number + 1}" if not place else "", *(f"{_cell(each)}" for each in line)]
             for number, masks in enumerate(zip(*(said[label] for label in labels), strict=True))

@@ -13,6 +13,7 @@ from approx.cli.terminal import Terminal
 from approx.errors import ApproxError
 
 if TYPE_CHECKING:
+    from approx.finetuning.finetune import Healing, Rehearsal
     from approx.finetuning.options import FinetuneStage
 
 _STAGE = Stage(
@@ -97,65 +98,65 @@ def finetune(
             return
         lines = _outcome(shown)
     terminal.result(shown, *lines)
-    for note in shown["notes"]:
+    for note in shown.notes:
         terminal.note(note)
 
 
-def _planned(planned: dict[str, Any]) -> list[Any]:
+def _planned(planned: "Rehearsal") -> list[Any]:
     from approx.publishing import wording
 
     rows = [
         [
-            phase["mode"],
-            f"{phase['steps']:,}",
-            str(phase["batch_size"]),
-            f"{phase['learning_rate']:.1e}",
-            f"{phase['trained']:,} of {phase['parameters']:,}",
-            wording.duration(phase["seconds"]),
-            f"{phase['memory_mb']:,.0f}",
+            phase.mode,
+            f"{phase.steps:,}",
+            str(phase.batch_size),
+            f"{phase.learning_rate:.1e}",
+            f"{phase.trained:,} of {phase.parameters:,}",
+            wording.duration(phase.seconds),
+            f"{phase.memory_mb:,.0f}",
         ]
-        for phase in planned["phases"]
+        for phase in planned.phases
     ]
     return [
         table(["mode", "steps", "batch", "rate", "trained", "time", "MB"], rows),
-        f"{planned['examples']:,} training examples; {planned['held_out']:,} more choose the best step by {planned['measure']}.",
+        f"{planned.examples:,} training examples; {planned.held_out:,} more choose the best step by {planned.measure}.",
         "Time and memory from one step of each mode. Nothing was written.",
     ]
 
 
-def _outcome(done: dict[str, Any]) -> list[Any]:
+def _outcome(done: "Healing") -> list[Any]:
     from approx.cli.figures import checks_table
     from approx.publishing import wording
 
     rows = [
         [
-            phase["mode"],
-            f"{phase['steps']:,}",
-            f"{phase['best_step']:,}",
-            f"{phase['parameters']:,}",
-            f"{phase['tokens']:,}",
-            wording.duration(phase["seconds"]),
-            wording.ENDED[phase["ended"]],
+            phase.mode,
+            f"{phase.steps:,}",
+            f"{phase.best_step:,}",
+            f"{phase.parameters:,}",
+            f"{phase.tokens:,}",
+            wording.duration(phase.seconds),
+            wording.ENDED[phase.ended],
         ]
-        for phase in done["phases"]
+        for phase in done.phases
     ]
-    scores = [("exact attention, before training", done["exact"]), ("before", done["before"]), ("after", done["after"])]
+    scores = [("exact attention, before training", done.exact), ("before", done.before), ("after", done.after)]
     lines = [
         table(["mode", "steps", "best step", "trained", "tokens", "time", "ended by"], rows),
         *(
             [
                 table(
-                    [f"{done['measure']} on {done['held_out']:,} held-out training examples", "value"],
+                    [f"{done.measure} on {done.held_out:,} held-out training examples", "value"],
                     [[name, f"{value:.4f}"] for name, value in scores if value is not None],
                 )
             ]
-            if done["after"] is not None
+            if done.after is not None
             else []
         ),
     ]
-    if done["checks"]:
-        lines.append(checks_table(done["checks"]))
+    if done.checks:
+        lines.append(checks_table(done.checks))
     return [
         *lines,
-        f"Written to {done['output']}. Score it on the task's own split: approx evaluate {done['output']} --task …",
+        f"Written to {done.output}. Score it on the task's own split: approx evaluate {done.output} --task …",
     ]

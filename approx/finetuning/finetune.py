@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -318,7 +318,27 @@ def _held_out_loss(phase: Phase, read: trainer.TrainingData, model: Any) -> Call
 _BYTES_OF_TRAINED = 8
 
 
-def estimate(model: Any, phase: Phase, prepared: Preparation, options: FinetuneStage) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Estimate:
+    """What a mode would take.
+
+    Attributes:
+        trained, parameters: How many numbers are trained, and how many there are.
+        seconds: At most the time budget.
+        memory_mb: Megabytes, 1e6 bytes.
+    """
+
+    mode: str
+    steps: int
+    batch_size: int
+    learning_rate: float
+    trained: int
+    parameters: int
+    seconds: float
+    memory_mb: float
+
+
+def estimate(model: Any, phase: Phase, prepared: Preparation, options: FinetuneStage) -> Estimate:
     """Estimate time and memory of a mode from trial steps; the model is not changed.
 
     The first step has one of the longest inputs. A step of a whole batch follows only if it would take at most half of
@@ -329,10 +349,6 @@ def estimate(model: Any, phase: Phase, prepared: Preparation, options: FinetuneS
         phase: The mode.
         prepared: The prepared training, with its examples.
         options: Options of the training, with the size of adapters.
-
-    Returns:
-        `mode`, `steps`, `batch_size`, `learning_rate`, `trained` and `parameters` (how many numbers), `seconds` (at
-        most the time budget) and `memory_mb` (megabytes, 1e6 bytes).
     """
     rows = sorted(range(len(prepared.data.rows)), key=prepared.data.tokens)
     count = phase.batch_size // phase.accumulate
@@ -382,16 +398,16 @@ def estimate(model: Any, phase: Phase, prepared: Preparation, options: FinetuneS
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(before[name])
     seconds = each * phase.accumulate * phase.steps
-    return {
-        "mode": phase.mode,
-        "steps": phase.steps,
-        "batch_size": phase.batch_size,
-        "learning_rate": phase.mechanism_learning_rate if phase.mode == "transfer" else phase.learning_rate,
-        "trained": trained,
-        "parameters": numbers,
-        "seconds": min(seconds, phase.seconds),
-        "memory_mb": round(needed + (weights + _BYTES_OF_TRAINED * trained) / 1e6, 1),
-    }
+    return Estimate(
+        mode=phase.mode,
+        steps=phase.steps,
+        batch_size=phase.batch_size,
+        learning_rate=phase.mechanism_learning_rate if phase.mode == "transfer" else phase.learning_rate,
+        trained=trained,
+        parameters=numbers,
+        seconds=min(seconds, phase.seconds),
+        memory_mb=round(needed + (weights + _BYTES_OF_TRAINED * trained) / 1e6, 1),
+    )
 
 
 _STATE = "training.json"
@@ -451,6 +467,8 @@ class Healing:
         options: The options of the training.
         approximated: Share of the training inputs on which the mechanisms approximate; None for an exact model.
         notes: What a user should know.
+        output: The folder with the model; None for a model in memory.
+        checks: The checks of that folder.
     """
 
     recover: list[str]
@@ -465,6 +483,8 @@ class Healing:
     options: dict[str, Any]
     approximated: float | None
     notes: list[str]
+    output: str | None = None
+    checks: list[Check] = field(default_factory=list)
 
     @property
     def steps(self) -> int:
@@ -793,7 +813,7 @@ class Written(BaseModel):
     model_config = ConfigDict(strict=True)
 
     weights: dict[str, str]
-    result: dict[str, Any]
+    result: Healing
 
 
 def finetune_folder(
@@ -810,7 +830,7 @@ def finetune_folder(
     merge_adapter: bool = False,
     device: str = "cpu",
     progress: Progress = lambda what, done, total: None,
-) -> dict[str, Any]:
+) -> Healing:
     """Train a checkpoint into a new folder, which gets its name only if every check passes.
 
 
@@ -827,9 +847,6 @@ def finetune_folder(
         merge_adapter: Whether a PEFT adapter next to the weights, or one named by its folder, is merged into them.
         device: Device to train on.
         progress: Called with the current activity, steps done and total steps.
-
-    Returns:
-        The outcome of the training as plain data, with the checks of the folder.
 
     Raises:
         ApproxError: if the checkpoint, an option or the data are refused, the budget is met already, the loss is not
@@ -865,12 +882,11 @@ def finetune_folder(
             progress=progress,
         )
 
-        def result(checks: list[Check]) -> dict[str, Any]:
-            notes = [*opened.notes, *done.notes]
-            return {"output": str(out), **done.to_data(), "checks": [vars(check) for check in checks], "notes": notes}
+        def result(checks: list[Check]) -> Healing:
+            return replace(done, output=str(out), checks=checks, notes=[*opened.notes, *done.notes])
 
         def keep(folder: Path, checks: list[Check]) -> None:
-            made = Written(weights=_hashes(folder), result=json.loads(json.dumps(result(checks))))
+            made = Written(weights=_hashes(folder), result=result(checks))
             write_whole(working / _OUTCOME, made.model_dump_json())
 
         if not evaluate.leads():
@@ -897,6 +913,19 @@ def _hashes(folder: Path) -> dict[str, str]:
     return {path.name: sha256(path) for path in weight_files(folder)}
 
 
+@dataclass(frozen=True)
+class Rehearsal:
+    """What a training would do; nothing of it was done."""
+
+    name: str
+    examples: int
+    held_out: int
+    measure: str
+    phases: list[Estimate]
+    approximated: float | None
+    notes: list[str]
+
+
 def rehearse(
     name: str | Path,
     options: FinetuneStage,
@@ -906,7 +935,7 @@ def rehearse(
     offline: bool = False,
     merge_adapter: bool = False,
     device: str = "cpu",
-) -> dict[str, Any]:
+) -> Rehearsal:
     """Report what `finetune_folder` would do, with time and memory from one step of each mode; nothing is written.
 
     Args and errors: as for `finetune_folder`.
@@ -916,15 +945,15 @@ def rehearse(
     opened, taught = _opened(name, teacher, options, **where)
     reader = checkpoint.processor(opened.source)
     prepared = prepare_training(opened.model, reader, options, None if taught is None else taught.model)
-    return {
-        "name": opened.source.name,
-        "examples": len(prepared.data.split.examples),
-        "held_out": len(prepared.data.held_out.examples),
-        "measure": prepared.measure.name,
-        "phases": [estimate(opened.model, phase, prepared, options) for phase in prepared.phases],
-        "approximated": prepared.approximated,
-        "notes": [*opened.notes, *prepared.notes],
-    }
+    return Rehearsal(
+        name=opened.source.name,
+        examples=len(prepared.data.split.examples),
+        held_out=len(prepared.data.held_out.examples),
+        measure=prepared.measure.name,
+        phases=[estimate(opened.model, phase, prepared, options) for phase in prepared.phases],
+        approximated=prepared.approximated,
+        notes=[*opened.notes, *prepared.notes],
+    )
 
 
 def _opened(

@@ -8,7 +8,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,7 +31,7 @@ from approx.evaluation.options import BASE, CEILING, CHOICES, BenchStage, Evalua
 from approx.evaluation.quality import over_tasks
 from approx.evaluation.record import Layer, Quality, RecipeText, Record, Speed, Trained, Variant
 from approx.evaluation.timing import image_inputs, sound_inputs, text_inputs
-from approx.measuring.prediction import compare, continued, decoders
+from approx.measuring.prediction import Continued, Predicted, compare, continued, decoders
 from approx.measuring.products import products_for
 from approx.planning import anatomy, positions
 from approx.planning.plan import described
@@ -617,6 +617,22 @@ def label_of(model: str | Any) -> str:
     return label if label not in (BASE, CEILING) else f"{label} (converted)"
 
 
+@dataclass(frozen=True)
+class Generated:
+    """Prompts as a model, by its label, and its base continue them."""
+
+    model: str
+    prompts: list[Continued]
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Inputs, and what a model, by its label, and its base predict from them."""
+
+    model: str
+    inputs: list[Predicted]
+
+
 def generate(
     model: str | Any,
     prompts: list[str],
@@ -628,7 +644,7 @@ def generate(
     offline: bool = False,
     merge_adapter: bool = False,
     **options: Any,
-) -> dict[str, Any]:
+) -> Generated:
     """Continue prompts with a decoder and with its exact base.
 
     Args:
@@ -642,14 +658,11 @@ def generate(
         merge_adapter: Whether a PEFT adapter next to the weights, or one named by its folder, is merged into them.
         options: Options of `approx.measuring.prediction.continued`: max_new_tokens, sample, temperature, seed.
 
-    Returns:
-        `model`, and for each of the `prompts` the texts with their speed and cache, and the first token that differs.
-
     Raises:
         ApproxError: if a model does not continue a text, or a prompt does not fit it.
     """
     opened = open_pair(model, against, device, dtype, offline, processor, merge_adapter=merge_adapter)
-    return {"model": label_of(model), "prompts": continued(opened, prompts, **options)}
+    return Generated(label_of(model), continued(opened, prompts, **options))
 
 
 def predict(
@@ -663,18 +676,15 @@ def predict(
     offline: bool = False,
     merge_adapter: bool = False,
     **options: Any,
-) -> dict[str, Any]:
+) -> Predictions:
     """Predict from single inputs with a model and with its exact base.
 
     Args: as for `generate`, and
         inputs: Texts, or paths of .txt files, recordings or images.
         options: Options of `approx.measuring.prediction.compare`: question, top.
 
-    Returns:
-        `model`, and for each of the `inputs` what every model predicts.
-
     Raises:
         ApproxError: if the head predicts nothing, or an input does not fit the model.
     """
     opened = open_pair(model, against, device, dtype, offline, processor, merge_adapter=merge_adapter)
-    return {"model": label_of(model), "inputs": [compare(opened, one, **options) for one in inputs]}
+    return Predictions(label_of(model), [compare(opened, one, **options) for one in inputs])

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,36 @@ class _Clock(BaseStreamer):
         """Do nothing: the last token was noted."""
 
 
+@dataclass(frozen=True)
+class Continuation:
+    """What one model writes after a prompt, as text and as token ids, and how fast in a single run."""
+
+    text: str
+    tokens: list[int]
+    first_token_ms: float
+    tokens_per_second: float | None
+    cache_mb: float
+
+
+@dataclass(frozen=True)
+class Parting:
+    """The first place, counted from 1, where a text differs from the base's; a token is None where a text ended."""
+
+    token: int
+    base: str | None
+    own: str | None
+
+
+@dataclass(frozen=True)
+class Continued:
+    """A prompt of so many tokens, and by label what each model writes after it, and where that differs from the base."""
+
+    prompt: str
+    tokens: int
+    continuations: dict[str, Continuation]
+    differences: dict[str, Parting | None]
+
+
 def continued(
     opened: Mapping[str, checkpoint.Checkpoint],
     prompts: Sequence[str],
@@ -174,7 +205,7 @@ def continued(
     sample: bool = False,
     temperature: float = 1.0,
     seed: int = 0,
-) -> list[dict[str, Any]]:
+) -> list[Continued]:
     """Continue every prompt with every model, one after the other.
 
     Args:
@@ -184,10 +215,6 @@ def continued(
         sample: Whether to draw tokens, with the other settings of the checkpoint, instead of taking the likeliest.
         temperature: Temperature of the drawing.
         seed: Seed of the drawing, the same for every model and prompt.
-
-    Returns:
-        For every prompt its `tokens`, by label the `continuations`, and by label of all but the base the first
-        `differences` from the base, or None. Times are of a single run.
 
     Raises:
         ApproxError: if a model does not continue a text, tokenizers differ, or a prompt is empty or too long.
@@ -209,16 +236,16 @@ def continued(
             outputs[label] = _continue(one, ids, max_new_tokens, ways, seed)
         tokenizer = checkpoint.processor(opened[BASE].source)
         results.append(
-            {
-                "prompt": prompt,
-                "tokens": ids.shape[1],
-                "continuations": outputs,
-                "differences": {
-                    label: _difference(tokenizer, outputs[BASE]["tokens"], entry["tokens"])
+            Continued(
+                prompt,
+                ids.shape[1],
+                continuations=outputs,
+                differences={
+                    label: _difference(tokenizer, outputs[BASE].tokens, entry.tokens)
                     for label, entry in outputs.items()
                     if label != BASE
                 },
-            }
+            )
         )
     return results
 
@@ -252,7 +279,7 @@ def _read(opened: Mapping[str, checkpoint.Checkpoint], prompt: str, new: int) ->
     return torch.tensor([ids])
 
 
-def _continue(one: checkpoint.Checkpoint, ids: Tensor, new: int, ways: Mapping[str, Any], seed: int) -> dict[str, Any]:
+def _continue(one: checkpoint.Checkpoint, ids: Tensor, new: int, ways: Mapping[str, Any], seed: int) -> Continuation:
     tokenizer, clock = checkpoint.processor(one.source), _Clock()
     ids = ids.to(one.model.device)
     with torch.random.fork_rng(), torch.inference_mode():
@@ -268,26 +295,23 @@ def _continue(one: checkpoint.Checkpoint, ids: Tensor, new: int, ways: Mapping[s
         )
     made = done.sequences[0, ids.shape[1] :].tolist()
     begun, first, *later = clock.times
-    return {
-        "text": tokenizer.decode(made),
-        "tokens": made,
-        "first_token_ms": (first - begun) * 1e3,
-        "tokens_per_second": len(later) / (later[-1] - first) if later else None,
-        "cache_mb": cache_bytes(done[cache_keyword()]) / 1e6,
-    }
+    return Continuation(
+        text=tokenizer.decode(made),
+        tokens=made,
+        first_token_ms=(first - begun) * 1e3,
+        tokens_per_second=len(later) / (later[-1] - first) if later else None,
+        cache_mb=cache_bytes(done[cache_keyword()]) / 1e6,
+    )
 
 
-def _difference(tokenizer: Any, base: Sequence[int], other: Sequence[int]) -> dict[str, Any] | None:
-    """The first place, counted from 1, where two texts have different tokens; None if they are equal.
-
-    Where one text ended, its token is None.
-    """
+def _difference(tokenizer: Any, base: Sequence[int], other: Sequence[int]) -> Parting | None:
+    """The first place where two texts have different tokens; None if they are equal."""
     if list(base) == list(other):
         return None
     place = next((n for n, pair in enumerate(zip(base, other, strict=False)) if len(set(pair)) > 1), None)
     place = min(len(base), len(other)) if place is None else place
     words = [tokenizer.decode(ids[place : place + 1]) if place < len(ids) else None for ids in (base, other)]
-    return {"token": place + 1, "base": words[0], "own": words[1]}
+    return Parting(place + 1, *words)
 
 
 # Main input and ending of the class's name -> what transformers' pipeline for it is called.
@@ -308,9 +332,28 @@ _TASKS = {
 _WHISPER_SECONDS = 30
 
 
+@dataclass(frozen=True)
+class Predicted:
+    """What every model predicts from one input.
+
+    Attributes:
+        input: The text or path.
+        question: The question to it.
+        kind: What the predictions are.
+        predictions: By label: for `labels` the probability of each (of a regression its value); for `tokens` the word,
+            label and probability of each; for `masks` the candidates of each mask with their probabilities; for `text`
+            a transcript or an answer.
+    """
+
+    input: str
+    question: str | None
+    kind: str
+    predictions: dict[str, Any]
+
+
 def compare(
     opened: Mapping[str, checkpoint.Checkpoint], source: str, *, question: str | None = None, top: int = 5
-) -> dict[str, Any]:
+) -> Predicted:
     """Predict from one input with every model.
 
     Args:
@@ -319,11 +362,6 @@ def compare(
             images.
         question: The question to the text, for question answering and only for it.
         top: Number of candidates for each hidden token of a masked language model.
-
-    Returns:
-        `kind`, and by label the `predictions`: for `labels` the probability of each (of a regression its value); for
-        `tokens` the word, label and probability of each; for `masks` the candidates of each mask with their
-        probabilities; for `text` a transcript or an answer.
 
     Raises:
         ApproxError: if the head predicts nothing, models differ in their head, or the input does not fit the model.
@@ -340,7 +378,7 @@ def compare(
         kind, predictions = "text", _by_task(opened, _TASKS[head], source, question)
     else:
         kind, predictions = _by_pipeline(opened, _PIPELINES[head], source, top)
-    return {"input": source, "question": question, "kind": kind, "predictions": predictions}
+    return Predicted(source, question, kind, predictions)
 
 
 def _head(one: checkpoint.Checkpoint) -> tuple[str, str]:

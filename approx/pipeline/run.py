@@ -520,10 +520,10 @@ class Study:
             # It is as good as it is asked to be, so it is healed.
             with atomic_folder(folder, force=True) as copied:
                 shutil.copytree(start, copied, dirs_exist_ok=True)
-            done = met.healing.to_data()
+            done = met.healing
         return {
             "name": label,
-            **{key: value for key, value in done.items() if key not in ("output", "options", "notes")},
+            **{key: value for key, value in done.to_data().items() if key not in ("output", "options", "notes")},
         }
 
     def _evaluate(self, number: int, conversions: Conversions, outputs: Path) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def test_card_says_how_the_model_was_made_and_how_to_load_it(converted):
     # Neither skips keys, so there is no captured mass.
     for layer, settings in enumerate(("improved-clustered | clusters = 4", "linear |")):
         (row,) = (line for line in text.splitlines() if line.startswith(f"| {layer} | {settings}"))
-        assert row.endswith(f" | {converted[1]['errors'][layer]:.3f} | – |")
+        assert row.endswith(f" | {converted[1].errors[layer]:.3f} | – |")
     assert "AutoModelForSequenceClassification.from_pretrained" in text
     assert "trust_remote_code=True" in text
 

@@ -27,23 +27,23 @@ def test_estimate_measures_time_and_memory_and_does_not_change_the_model(recover
     peaks = []
     monkeypatch.setattr(estimating, "peak_mb", lambda step, device: peaks.append(step()) or 3.0)
     found = estimate(model, prepared.phases[0], prepared, stage)
-    assert (found["mode"], found["steps"], found["batch_size"], found["learning_rate"]) == (recover[-1], 50, 8, 0.25)
+    assert (found.mode, found.steps, found.batch_size, found.learning_rate) == (recover[-1], 50, 8, 0.25)
     # Half a second for each of two passes, fifty times.
-    assert found["seconds"] == 50.0
+    assert found.seconds == 50.0
     limited = replace(prepared.phases[0], seconds=20.0)
-    assert estimate(model, limited, prepared, stage)["seconds"] == 20.0
-    assert found["parameters"] == sum(one.numel() for one in model.parameters())
+    assert estimate(model, limited, prepared, stage).seconds == 20.0
+    assert found.parameters == sum(one.numel() for one in model.parameters())
     of_mechanisms = sum(one.numel() for name, one in model.named_parameters() if ".mechanism." in name)
     if recover == ["task"]:
-        assert found["trained"] == found["parameters"]
+        assert found.trained == found.parameters
     elif recover == ["transfer"]:
-        assert found["trained"] == of_mechanisms
+        assert found.trained == of_mechanisms
     else:
-        assert of_mechanisms < found["trained"] < found["parameters"]
+        assert of_mechanisms < found.trained < found.parameters
     # The peak of a step, the weights, and the two averages that an optimiser keeps of each trained number.
     weights = sum(one.numel() * 4 for one in model.parameters())
     if "lora" not in recover:
-        assert found["memory_mb"] == pytest.approx(3.0 + (weights + 8 * found["trained"]) / 1e6, abs=0.06)
+        assert found.memory_mb == pytest.approx(3.0 + (weights + 8 * found.trained) / 1e6, abs=0.06)
     assert len(peaks) == 6
     assert state.keys() == model.state_dict().keys()
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
@@ -73,7 +73,7 @@ def test_trial_steps_begin_with_one_input_and_fill_half_the_memory_at_most(room_
     assert max(sizes) == largest
     # Of a whole batch in any case.
     weights = sum(one.numel() * 4 for one in model.parameters())
-    assert found["memory_mb"] == pytest.approx(8.5 + (weights + 8 * found["trained"]) / 1e6, abs=0.06)
+    assert found.memory_mb == pytest.approx(8.5 + (weights + 8 * found.trained) / 1e6, abs=0.06)
 
 
 @pytest.mark.parametrize(("batch", "tried"), [(4, 4), (500, 36)])
@@ -108,7 +108,7 @@ def test_memory_is_that_of_the_longest_inputs_and_time_that_of_inputs_in_the_mid
     lengths = sorted(prepared.data.tokens(row) for row in range(36))
     begin = (36 - tried) // 2
     assert seen == [lengths[-1:], lengths[-2:], lengths[-tried:], *[lengths[begin : begin + tried]] * 2]
-    assert found["seconds"] == 5.0
+    assert found.seconds == 5.0
     assert not model.training
 
 
@@ -122,4 +122,4 @@ def test_a_batch_that_was_tried_in_part_takes_its_whole_time(tmp_path, monkeypat
     times = iter([10.0, 10.5])
     monkeypatch.setattr(estimating.time, "perf_counter", lambda: next(times))
     # Half a second for four of eight inputs, fifty times.
-    assert estimate(model, prepared.phases[0], prepared, stage)["seconds"] == 50.0
+    assert estimate(model, prepared.phases[0], prepared, stage).seconds == 50.0

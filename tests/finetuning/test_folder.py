@@ -63,9 +63,9 @@ def test_healed_folder_loads_like_any_other_and_records_its_training(study, tmp_
             "reloading in a fresh process",
         )
     ]
-    assert [phase["mode"] for phase in done["phases"]] == ["transfer", "distill", "task"]
-    assert all(check["passed"] is not False for check in done["checks"])
-    names = [check["name"] for check in done["checks"]]
+    assert [phase.mode for phase in done.phases] == ["transfer", "distill", "task"]
+    assert all(check.passed is not False for check in done.checks)
+    names = [check.name for check in done.checks]
     assert any("padding" in name for name in names)
     assert {"trained weights are bit-equal", "reload without approx is bit-equal"} <= set(names)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["healed"]
@@ -76,11 +76,11 @@ def test_healed_folder_loads_like_any_other_and_records_its_training(study, tmp_
     step = trainings(opened.model.config.approx)[0]
     assert (step.recover, step.task, step.steps) == (["transfer", "distill", "task"], "glue/sst2", 18)
     assert step.base.weights_sha256 == before.weights_sha256
-    assert (step.exact, step.before, step.after) == (done["exact"], done["before"], done["after"])
+    assert (step.exact, step.before, step.after) == (done.exact, done.before, done.after)
     assert None not in (step.exact, step.before, step.after)
     assert (step.measure, step.examples, step.held_out, step.seed) == ("accuracy", 72, 8, 5)
-    assert (step.data_sha256, step.teacher) == (done["data_sha256"], None)
-    assert step.seconds == pytest.approx(sum(phase["seconds"] for phase in done["phases"]))
+    assert (step.data_sha256, step.teacher) == (done.data_sha256, None)
+    assert step.seconds == pytest.approx(sum(phase.seconds for phase in done.phases))
     assert step.options["learning_rate"] == 1e-2
     assert "data" not in step.options
     assert str(tmp_path) not in (tmp_path / "healed" / "config.json").read_text()
@@ -100,8 +100,8 @@ def test_healed_folder_loads_like_any_other_and_records_its_training(study, tmp_
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "healed")
     assert type(model).__name__ == "ApproxBertForSequenceClassification"
     # And once more: what was trained can be trained again.
-    again = finetune_folder(tmp_path / "healed", tmp_path / "again", options_of(study, recover=["task"]))
-    assert len(trainings(checkpoint.load(again["output"]).model.config.approx)) == 2
+    finetune_folder(tmp_path / "healed", tmp_path / "again", options_of(study, recover=["task"]))
+    assert len(trainings(checkpoint.load(tmp_path / "again").model.config.approx)) == 2
 
 
 def test_trained_weights_are_reverted_only_by_force(study, tmp_path):
@@ -116,8 +116,8 @@ def test_trained_weights_are_reverted_only_by_force(study, tmp_path):
 
 def test_an_exact_checkpoint_is_trained_into_a_plain_folder(study, tmp_path):
     done = finetune_folder(study / "base", tmp_path / "trained", options_of(study))
-    assert done["exact"] is None
-    assert done["recover"] == ["task"]
+    assert done.exact is None
+    assert done.recover == ["task"]
     opened = checkpoint.load(tmp_path / "trained")
     assert not opened.source.converted
     assert "approx" not in json.loads((tmp_path / "trained" / "config.json").read_text())
@@ -127,9 +127,9 @@ def test_an_exact_checkpoint_is_trained_into_a_plain_folder(study, tmp_path):
 def test_adapters_leave_no_trace(study, tmp_path):
     pytest.importorskip("peft")
     done = finetune_folder(study / "converted", tmp_path / "healed", options_of(study, recover=["lora", "task"]))
-    assert done["recover"] == ["lora", "task"]
-    phase = done["phases"][0]
-    assert phase["parameters"] < 0.5 * sum(p.numel() for p in checkpoint.load(study / "converted").model.parameters())
+    assert done.recover == ["lora", "task"]
+    phase = done.phases[0]
+    assert phase.parameters < 0.5 * sum(p.numel() for p in checkpoint.load(study / "converted").model.parameters())
     names = set(checkpoint.load(tmp_path / "healed").model.state_dict())
     assert names == set(checkpoint.load(study / "converted").model.state_dict())
 
@@ -195,8 +195,8 @@ def test_a_training_killed_after_its_last_step_is_resumed_to_what_it_wrote(study
     monkeypatch.undo()
     # Killed once more, it would find the outcome or nothing to go on from.
     assert removed[-4:-1] == ["training.json", "outcome.json", CLAIM]
-    assert [phase["mode"] for phase in done["phases"]] == ["task"]
-    assert all(check["passed"] is not False for check in done["checks"])
+    assert [phase.mode for phase in done.phases] == ["task"]
+    assert all(check.passed is not False for check in done.checks)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["healed"]
     assert (tmp_path / "healed" / "model.safetensors").read_bytes() == before
 
@@ -216,7 +216,7 @@ def test_refused_options_with_force_keep_the_unfinished_training(study, tmp_path
     # Earlier versions wrote no claim.
     (tmp_path / "healed.training" / CLAIM).unlink()
     for _ in range(2):
-        assert finetune_folder(study / "converted", tmp_path / "healed", options, force=True)["phases"]
+        assert finetune_folder(study / "converted", tmp_path / "healed", options, force=True).phases
     assert sorted(path.name for path in tmp_path.iterdir()) == ["healed"]
 
 
@@ -397,15 +397,15 @@ def test_the_text_that_was_trained_on_is_not_named_in_the_checkpoint(study):
 def test_a_rehearsal_measures_a_step_of_each_mode_and_changes_nothing(study):
     before = (study / "converted" / "model.safetensors").read_bytes()
     # Nothing but adapters is trained here, and a dry run must find something to train all the same.
-    assert rehearse(study / "converted", options_of(study, recover=["lora", "distill"]))["phases"][0]["trained"] > 0
+    assert rehearse(study / "converted", options_of(study, recover=["lora", "distill"])).phases[0].trained > 0
     planned = rehearse(study / "converted", options_of(study, recover=["transfer", "lora", "task"], time_budget="1h"))
-    assert [phase["mode"] for phase in planned["phases"]] == ["transfer", "task"]
-    transfer, task = planned["phases"]
-    assert transfer["trained"] == 2052
-    assert 0 < task["trained"] < task["parameters"]
-    assert all(phase["seconds"] > 0 and phase["memory_mb"] > 0 for phase in planned["phases"])
-    assert (planned["examples"], planned["held_out"], planned["measure"]) == (72, 8, "accuracy")
-    assert (planned["name"], planned["approximated"], planned["notes"]) == (str(study / "converted"), 1.0, [])
+    assert [phase.mode for phase in planned.phases] == ["transfer", "task"]
+    transfer, task = planned.phases
+    assert transfer.trained == 2052
+    assert 0 < task.trained < task.parameters
+    assert all(phase.seconds > 0 and phase.memory_mb > 0 for phase in planned.phases)
+    assert (planned.examples, planned.held_out, planned.measure) == (72, 8, "accuracy")
+    assert (planned.name, planned.approximated, planned.notes) == (str(study / "converted"), 1.0, [])
     assert (study / "converted" / "model.safetensors").read_bytes() == before
     assert sorted(path.name for path in study.iterdir()) == ["SST-2", "base", "converted"]
 
@@ -414,6 +414,6 @@ def test_a_loaded_model_is_trained_in_place_without_any_folder(study):
     model = AutoModelForSequenceClassification.from_pretrained(study / "converted")
     options = options_of(study).model_dump(exclude_defaults=True)
     done = approx.finetune(model, processor=tiny_tokenizer(), **options)
-    assert done["recover"] == ["transfer", "task"]
+    assert done.recover == ["transfer", "task"]
     with pytest.raises(ApproxError, match="tokenizer or processor"):
         approx.finetune(model, **options)

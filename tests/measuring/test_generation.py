@@ -10,7 +10,7 @@ from approx.errors import ApproxError, Exit
 from approx.evaluation.options import BASE
 from approx.measuring import prediction
 from approx.measuring.measure import in_memory
-from approx.measuring.prediction import continued
+from approx.measuring.prediction import Parting, continued
 from tiny_classifier import WORDS
 from tiny_decoder import tiny_gpt2, words
 
@@ -28,9 +28,9 @@ def test_times_are_of_the_first_token_in_milliseconds_and_of_the_others_by_the_s
     clock = iter([100.0, 102.0, 102.25, *([7.0, 9.0, *(9.0 + 0.25 * token for token in range(1, 8))] * 2)])
     monkeypatch.setattr(prediction, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     (one,) = continued(opened(tiny_gpt2()), [PROMPT], max_new_tokens=8)
-    entry = one["continuations"][BASE]
-    assert (entry["first_token_ms"], entry["tokens_per_second"]) == (2000.0, 4.0)
-    assert len(entry["tokens"]) == 8
+    entry = one.continuations[BASE]
+    assert (entry.first_token_ms, entry.tokens_per_second) == (2000.0, 4.0)
+    assert len(entry.tokens) == 8
 
 
 def test_only_the_first_prompt_warms_up_with_each_model(monkeypatch):
@@ -52,7 +52,7 @@ def test_without_sampling_the_likeliest_is_taken_whatever_the_checkpoint_says():
         other = tiny_gpt2()
         other.generation_config.update(**said)
         (one,) = continued(opened(other), [PROMPT], max_new_tokens=8, temperature=9.0, seed=7)
-        assert one["continuations"][BASE]["tokens"] == plain["continuations"][BASE]["tokens"]
+        assert one.continuations[BASE].tokens == plain.continuations[BASE].tokens
 
 
 def test_draws_are_those_of_generate_with_the_seed_for_every_model_and_prompt():
@@ -65,23 +65,23 @@ def test_draws_are_those_of_generate_with_the_seed_for_every_model_and_prompt():
     torch.manual_seed(11)
     due = model.generate(ids, do_sample=True, temperature=1.7, max_new_tokens=8, pad_token_id=0)[0, 3:].tolist()
     for one in (first, again):
-        assert [entry["tokens"] for entry in one["continuations"].values()] == [due, due]
-        assert one["differences"] == {"model 1": None}
+        assert [entry.tokens for entry in one.continuations.values()] == [due, due]
+        assert one.differences == {"model 1": None}
     (other,) = continued(opened(model), [PROMPT], max_new_tokens=8, sample=True, temperature=0.2, seed=11)
-    assert other["continuations"][BASE]["tokens"] != due
+    assert other.continuations[BASE].tokens != due
 
 
 def test_a_text_that_ends_earlier_differs_where_it_ended():
     base, ending = tiny_gpt2(), tiny_gpt2()
     (plain,) = continued(opened(base), [PROMPT], max_new_tokens=8)
-    tokens = plain["continuations"][BASE]["tokens"]
+    tokens = plain.continuations[BASE].tokens
     place = next(number for number in range(2, 8) if tokens[number] not in tokens[:number])
     ending.generation_config.eos_token_id = tokens[place]
     (one,) = continued(opened(base, ending), [PROMPT], max_new_tokens=8)
-    assert one["continuations"]["model 1"]["tokens"] == tokens[: place + 1]
-    assert one["differences"]["model 1"] == {"token": place + 2, "base": WORDS[tokens[place + 1]], "own": None}
+    assert one.continuations["model 1"].tokens == tokens[: place + 1]
+    assert one.differences["model 1"] == Parting(place + 2, WORDS[tokens[place + 1]], None)
     (turned,) = continued(opened(ending, base), [PROMPT], max_new_tokens=8)
-    assert turned["differences"]["model 1"] == {"token": place + 2, "base": None, "own": WORDS[tokens[place + 1]]}
+    assert turned.differences["model 1"] == Parting(place + 2, None, WORDS[tokens[place + 1]])
 
 
 @pytest.mark.parametrize(("prompt", "new", "remedy"), [(60, 4, None), (60, 5, "4"), (63, 2, "1"), (64, 1, None)])
@@ -89,7 +89,7 @@ def test_a_text_may_fill_the_positions_to_the_last(prompt, new, remedy):
     text = "good " * prompt
     if prompt + new == 64:
         (one,) = continued(opened(tiny_gpt2()), [text], max_new_tokens=new)
-        assert len(one["continuations"][BASE]["tokens"]) == new
+        assert len(one.continuations[BASE].tokens) == new
         return
     words_of = f"Use at most {remedy} new tokens" if remedy else "Use a shorter prompt"
     with pytest.raises(
@@ -110,7 +110,7 @@ def test_the_last_token_of_the_vocabulary_is_read_and_the_next_is_not():
     tokenizer = words()
     tokenizer.add_tokens(["another"])
     # All prompts are checked before any is continued.
-    assert continued(opened(tiny_gpt2()), ["long"], max_new_tokens=1)[0]["tokens"] == 1
+    assert continued(opened(tiny_gpt2()), ["long"], max_new_tokens=1)[0].tokens == 1
     with pytest.raises(ApproxError, match=r"has token 14, but the vocabulary of .* is 0-13") as caught:
         continued(opened(tiny_gpt2(), tokenizers=[tokenizer]), [PROMPT, "another"], max_new_tokens=1)
     assert caught.value.exit_code == Exit.UNAVAILABLE

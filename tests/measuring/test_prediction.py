@@ -20,9 +20,9 @@ SIZES = {"vocab_size": len(WORDS)}
 
 
 def predicted(model: Any, given: str, reader: Any, **more: Any) -> Any:
-    (one,) = api.predict(model, [given], processor=reader, **more)["inputs"]
-    assert one["input"] == given
-    return one["predictions"][BASE]
+    (one,) = api.predict(model, [given], processor=reader, **more).inputs
+    assert one.input == given
+    return one.predictions[BASE]
 
 
 def logits(model: Any, text: str, reader: Any) -> torch.Tensor:

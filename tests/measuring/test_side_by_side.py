@@ -12,6 +12,7 @@ from approx import api
 from approx.conversion import surgery
 from approx.errors import ApproxError, Exit
 from approx.evaluation.options import BASE
+from approx.measuring.prediction import Parting
 from approx.planning.plan import Plan
 from tiny_classifier import WORDS, tiny_model, tiny_tokenizer
 from tiny_decoder import tiny_gpt2, words
@@ -21,42 +22,42 @@ from zoo import tiny
 
 
 def generated(model, *prompts, **more):
-    return api.generate(model, list(prompts), processor=words(), **more)["prompts"]
+    return api.generate(model, list(prompts), processor=words(), **more).prompts
 
 
 def test_texts_are_those_of_generate_and_part_at_the_first_token_that_differs():
     model = tiny_gpt2(mechanism="linear")
     (one,) = generated(model, "the film is", max_new_tokens=8)
-    exact, own = one["continuations"].values()
-    assert list(one["continuations"]) == [BASE, type(model).__name__]
-    assert one["tokens"] == 3
+    exact, own = one.continuations.values()
+    assert list(one.continuations) == [BASE, type(model).__name__]
+    assert one.tokens == 3
     ids = torch.tensor([words()("the film is")["input_ids"]])
-    assert own["tokens"] == model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0, 3:].tolist()
+    assert own.tokens == model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0, 3:].tolist()
     base = tiny_gpt2().generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0, 3:].tolist()
-    assert exact["tokens"] == base != own["tokens"]
-    place = one["differences"][type(model).__name__]
-    first = next(number for number, pair in enumerate(zip(base, own["tokens"], strict=True)) if pair[0] != pair[1])
-    assert place == {"token": first + 1, "base": WORDS[base[first]], "own": WORDS[own["tokens"][first]]}
-    assert own["text"] == " ".join(WORDS[token] for token in own["tokens"])
+    assert exact.tokens == base != own.tokens
+    place = one.differences[type(model).__name__]
+    first = next(number for number, pair in enumerate(zip(base, own.tokens, strict=True)) if pair[0] != pair[1])
+    assert place == Parting(first + 1, WORDS[base[first]], WORDS[own.tokens[first]])
+    assert own.text == " ".join(WORDS[token] for token in own.tokens)
     # The last token was never read.
-    assert exact["cache_mb"] == 3 * 2 * (3 + 7) * 32 * 4 / 1e6
-    assert all(entry[key] > 0 for entry in (exact, own) for key in ("first_token_ms", "tokens_per_second"))
+    assert exact.cache_mb == 3 * 2 * (3 + 7) * 32 * 4 / 1e6
+    assert all(min(entry.first_token_ms, entry.tokens_per_second or 0) > 0 for entry in (exact, own))
 
 
 def test_at_the_exact_limit_no_token_differs():
     model = tiny_gpt2(mechanism="local", left=63)
-    assert generated(model, "the film", max_new_tokens=6)[0]["differences"] == {type(model).__name__: None}
+    assert generated(model, "the film", max_new_tokens=6)[0].differences == {type(model).__name__: None}
     # One token has no rate.
     (one,) = generated(model, "the film", max_new_tokens=1)
-    assert [entry["tokens_per_second"] for entry in one["continuations"].values()] == [None, None]
+    assert [entry.tokens_per_second for entry in one.continuations.values()] == [None, None]
 
 
 def test_a_stock_model_speaks_alone_and_draws_repeat_with_their_seed():
     model, how = tiny_gpt2(), {"sample": True, "temperature": 2.0, "max_new_tokens": 12}
     drawn = [generated(model, "the film", seed=seed, **how)[0] for seed in (1, 1, 2)]
-    assert [list(one["continuations"]) for one in drawn] == [[BASE]] * 3
-    assert drawn[0]["differences"] == {}
-    first, again, other = (one["continuations"][BASE]["tokens"] for one in drawn)
+    assert [list(one.continuations) for one in drawn] == [[BASE]] * 3
+    assert drawn[0].differences == {}
+    first, again, other = (one.continuations[BASE].tokens for one in drawn)
     assert first == again != other
 
 
@@ -81,8 +82,8 @@ def test_only_decoders_generate_and_only_heads_predict():
 
 
 def predicted(model, given, processor=None, **more):
-    (one,) = api.predict(model, [given], processor=processor or tiny_tokenizer(), **more)["inputs"]
-    return one["kind"], one["predictions"]
+    (one,) = api.predict(model, [given], processor=processor or tiny_tokenizer(), **more).inputs
+    return one.kind, one.predictions
 
 
 def converted(model, mechanism="local", **settings):

@@ -73,7 +73,7 @@ def test_base_and_converted_are_compared_and_trained(pictures, tmp_path):
         batch_size=2,
         validation=1,
     )
-    assert done["phases"][0]["steps"] == 2
+    assert done.phases[0].steps == 2
 
 
 def test_images_are_counted_in_patches_and_timed(pictures):

@@ -167,13 +167,13 @@ def test_several_labels_are_measured_and_trained(tmp_path):
     done = approx.finetune(
         converted, tmp_path / "work", processor=reader, recover=["task"], validation=2, steps=20, **given
     )
-    assert done["phases"][0]["steps"] == 20
+    assert done.phases[0].steps == 20
     after = scored(converted, reader, str(path), "text-classification")
     assert after.base.scores["subset_accuracy"] == 1
     distilled = approx.finetune(
         converted, tmp_path / "more", processor=reader, recover=["distill"], validation=2, steps=2, **given
     )
-    assert distilled["phases"][0]["steps"] == 2
+    assert distilled.phases[0].steps == 2
 
 
 def test_a_number_is_measured_by_correlation(tmp_path):

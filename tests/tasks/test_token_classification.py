@@ -84,7 +84,7 @@ def test_base_and_converted_are_compared_and_trained(tmp_path):
         validation=1,
         **given,
     )
-    assert done["measure"] == "entity_f1"
+    assert done.measure == "entity_f1"
 
 
 def test_targets_are_at_the_first_tokens_in_the_order_of_the_model(tmp_path):

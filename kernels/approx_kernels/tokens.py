@@ -1,4 +1,4 @@
-"""What all ops do with tokens: checks of arguments, padding, grouped keys, stretches of keys, strides, and rings of keys.
+"""What ops do with tokens: checks of arguments, padding, grouped keys, stretches, strides, and rings of keys.
 
 With H query heads and G key heads, H a multiple of G, query head h reads key head h // (H / G), as in grouped-query
 attention (Ainslie et al., 2023, GQA, arXiv 2305.13245); keys and values are read in place and never repeated.
@@ -29,7 +29,7 @@ _MOST_NUMBERS = 2**40
 
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
-    """Refuse any but q [B, H, L, D], k [B, G, S, D] and v [B, G, S, E], H a multiple of G, and a mask [B, S] bool or None."""
+    """Refuse all but q [B, H, L, D], k [B, G, S, D], v [B, G, S, E], H a multiple of G, and a bool mask [B, S]."""
     check_tensor("q", q)
     if q.ndim != 4 or not q.numel():
         raise ValueError(f"q has shape {list(q.shape)}; expected [batch, heads, queries, head size], each at least 1.")
@@ -184,7 +184,7 @@ def blank_padding(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> t
 
 
 def blank_for_gradients(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """`blank_padding` if gradients are needed: C skips padded keys in its forward pass, but not in its backward pass."""
+    """`blank_padding` if gradients are needed: C skips padded keys only in its forward pass."""
     wanted = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     return blank_padding(q, k, v, key_mask) if wanted else (q, k, v)
 
@@ -238,7 +238,7 @@ def beside(x: Tensor, k: Tensor) -> Tensor:
 
 
 def empty_rows(x: Tensor, size: int, *, heads: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """Room for as many rows as x has, [B, H, n, size], the heads of a token beside each other as models want to join them."""
+    """A buffer for the rows of x, [B, H, n, size], the heads of a token adjacent in memory, as models join them."""
     return x.new_empty(x.shape[0], x.shape[2], heads or x.shape[1], size, dtype=dtype).transpose(1, 2)
 
 
@@ -375,7 +375,7 @@ def root_below(length: int) -> int:
 
 
 def same_stride(stride: Callable[[int], int], most: int) -> Callable[[int], int] | None:
-    """A function from a number of tokens to the largest one up to `most` with the same stride; None if all have the same."""
+    """From a number of tokens to the largest one up to `most` with the same stride; None if all have the same."""
     if stride(1) == stride(most):
         return None
     return lambda length: bisect_right(range(most + 1), stride(length), lo=1, key=stride) - 1

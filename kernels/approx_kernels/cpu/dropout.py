@@ -1,4 +1,4 @@
-"""Dropout in C: a seed and the positions of query and key decide which weights are dropped, in any order of computation."""
+"""Dropout in C: a seed and the positions of query and key decide which weights are dropped, in any order."""
 
 import torch
 

@@ -103,7 +103,7 @@ def _doubt(op: str, device: str, dtype: str) -> str | None:
 
 
 def check_of(op: str, device: str) -> Check | None:
-    """The check of an op's kernels on a device, `cuda` or `cuda:1`, made there or shipped; None if these sources were not checked."""
+    """The check of an op's kernels on a device, `cuda` or `cuda:1`, made there or shipped; None without one."""
     kept = found(device).get(ABOUT + op)
     if kept is not None and kept.get("of") == identity(op):
         return Check(kept["passed"], kept["wrong"])
@@ -161,7 +161,7 @@ def digest(op: str) -> str:
 
 
 def _assemblers() -> str:
-    """The versions of all that Triton may run, since the process that compares identities may not ask the GPU for its kind."""
+    """The versions of all assemblers that Triton may run; a process that compares identities may not ask the GPU."""
     used = [assembler(capability) for capability in (CAPABILITY, HOPPER, (10, 0))]
     return " and ".join(dict.fromkeys("unknown" if one is None else one.version for one in used))
 

@@ -100,7 +100,7 @@ def untold() -> Iterator[None]:
 
 
 def chosen() -> dict[str, str]:
-    """The last implementation of each op in this process, by the op's name; for the fastest exact attention, its way."""
+    """The last implementation of each op in this process, by name; for the fastest exact attention, its way."""
     return dict(_chosen)
 
 

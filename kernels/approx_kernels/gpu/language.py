@@ -37,7 +37,7 @@ RIGHT_ON_HOPPER = (13, 1)
 
 
 def jit(function: Any = None, **options: Any) -> Any:
-    """`triton.jit` where there is Triton; otherwise the function, which nobody calls."""
+    """`triton.jit` where there is Triton; otherwise the function itself, which is never called."""
     if function is None:
         return lambda function: jit(function, **options)
     return function if triton is None else triton.jit(function, **options)
@@ -74,7 +74,7 @@ def assembler(capability: tuple[int, int]) -> Assembler | None:
 
 
 def version_of(path: str) -> str | None:
-    """The version that a ptxas gives of itself, such as 13.1.80; None if it cannot be asked."""
+    """The version that a ptxas reports, such as 13.1.80; None if it cannot be asked."""
     try:
         said = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.SubprocessError):
@@ -85,7 +85,7 @@ def version_of(path: str) -> str | None:
 
 @constant_result
 def assembler_obstacle(major: int, minor: int) -> str | None:
-    """Why the machine code for a compute capability cannot be trusted, with the remedy; None if it can, or if nothing is known."""
+    """Why machine code for a compute capability may be wrong, with the remedy; None if it is right or unknown."""
     used = assembler((major, minor))
     if (major, minor) != HOPPER or used is None:
         return None
@@ -117,7 +117,7 @@ def obstacle(*tensors: Tensor) -> str | None:
             continue
         if torch.version.hip:
             return "this is a build of PyTorch for AMD; the kernels are made for NVIDIA's cards. Ask for 'auto'."
-        # Of the ways to ask for it this is the one that a compiler follows.
+        # A compiler can trace this way to ask, unlike others.
         card = torch.cuda.get_device_properties(x.device)
         if (card.major, card.minor) < CAPABILITY:
             name = torch.cuda.get_device_name(x.device)
@@ -128,7 +128,5 @@ def obstacle(*tensors: Tensor) -> str | None:
 
 
 def ranked(x: Tensor, why: str | None, **others: str | None) -> dict[str, str | None]:
-    """The obstacles of `choose` with `why` for the kernels: on GPUs before the others, elsewhere behind them, so that
-    nobody interprets kernels unasked.
-    """
+    """Obstacles for `choose`: kernels, with `why`, come first on GPUs and last elsewhere, so `auto` interprets none."""
     return {"triton": why, **others} if x.is_cuda else {**others, "triton": why}

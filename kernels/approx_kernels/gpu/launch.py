@@ -1,4 +1,4 @@
-"""How kernels are launched: which configuration a card holds, and what most kernels are told of their inputs."""
+"""How kernels are launched: the configuration that fits the card, and the arguments that most kernels share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from approx_kernels.gpu.language import interpreted, triton
 
 
 class Configuration(NamedTuple):
-    """How a kernel is cut: tile sizes by the names of its constants, warps of a program, stages of its loops."""
+    """Tile sizes by the names of a kernel's constants, its warps per program, and the stages of its loops."""
 
     tiles: Mapping[str, int]
     warps: int
@@ -37,9 +37,9 @@ def cut(warps: int, stages: int, **tiles: int) -> Configuration:
 
 @contextmanager
 def configuration(number: int | None) -> Iterator[None]:
-    """Launch kernels with that one of their configurations, -1 the one for the smallest cards; with None with each in turn.
+    """Launch kernels with the configuration of this number, -1 for that of the smallest cards; None for each in turn.
 
-    For those who test them, time them, or read them off the compiler.
+    For tests, benchmarks and tables of what the compiler makes.
     """
     _wanted.append(number)
     try:
@@ -59,12 +59,12 @@ def launch(
     """Launch a kernel on the device of its first argument, with the first configuration that fits.
 
     Args:
-        kernel: What `jit` made.
+        kernel: A kernel made by `jit`.
         programs: The grid, or a function from the tile sizes to it.
         configurations: As for `first_that_fits`.
-        arguments: Of the kernel, in its order, a tensor first.
-        tiled: From the tile sizes to other arguments by name, which win over tile sizes of their name.
-        constants: The rest by name.
+        arguments: Positional arguments of the kernel, a tensor first.
+        tiled: From the tile sizes to further keyword arguments, which override tile sizes of the same name.
+        constants: Keyword arguments of the kernel.
 
     Raises:
         ValueError: if no configuration fits.
@@ -78,7 +78,8 @@ def launch(
 
     first, kind = arguments[0], ()
     if len(configurations) > 1:
-        # What makes the compiler make another kernel: dtype, what is None, and constants, which alone are annotated.
+        # The compiler makes another kernel for other dtypes, other arguments that are None, and other constants, which
+        # alone are annotated.
         kind = first.dtype, *map(type, arguments), *map(constants.get, kernel.fn.__annotations__)
     first_that_fits(run, configurations, kernel.__name__, first.device, kind)
 
@@ -92,14 +93,14 @@ def first_that_fits(
 ) -> Any:
     """Run with the first configuration that the card has registers and shared memory for.
 
-    It is found once for `what`, a kind and a device and taken again, so results repeat; nothing is timed.
+    It is found once for `what`, a kind and a device, and reused, so results repeat; nothing is timed.
 
     Args:
-        run: Launches with one configuration, and gives back what becomes the result.
-        configurations: At most four, the default first, the one that asks for the least last.
-        what: What is launched.
-        device: Where.
-        kind: All that its needs depend on, such as dtype and head size.
+        run: Launches with one configuration and returns the result.
+        configurations: At most four, the default first, the one that needs least last.
+        what: Name of what is launched.
+        device: The device to launch on.
+        kind: All that the resources it needs depend on, such as dtype and head size.
 
     Raises:
         ValueError: if not even the last one fits.
@@ -125,7 +126,7 @@ def first_that_fits(
 
 
 def kind(*tensors: Tensor) -> str:
-    """Which configurations [..., D] inputs take: `narrow`, or `wide` with heads of more than 64; of float32 those named so."""
+    """Key of the configurations for [..., D] inputs: `narrow`, or `wide` for heads of more than 64; or as float32."""
     wide = max(x.shape[-1] for x in tensors) > 64
     if tensors[0].dtype == torch.float32:
         return "float32 wide" if wide else "float32"
@@ -133,24 +134,24 @@ def kind(*tensors: Tensor) -> str:
 
 
 def sizes(q: Tensor, v: Tensor) -> dict[str, Any]:
-    """The constants of heads of D and values of E numbers, and the widths of tiles that hold them."""
+    """The constants for head size D and value size E, and the widths of tiles that hold them."""
     size, values = q.shape[3], v.shape[3]
     return {"D": size, "E": values, "WIDE_D": power(size), "WIDE_E": power(values)}
 
 
 def power(size: int, least: int = 1) -> int:
-    """The power of two that holds so many numbers, at least `least`."""
+    """The smallest power of two that is at least `size` and `least`."""
     return max(least, 1 << (size - 1).bit_length())
 
 
 def precision(x: Tensor) -> str:
-    """How products of such numbers are computed: float32 is what was asked for, not the tensor cores' 10 bits of it.
+    """The precision of `tl.dot` for a dtype: all bits of float32, not the 10 that tensor cores keep.
 
-    Those are all that a float16 has.
+    float16 has no more than 10 bits anyway.
     """
     return "ieee" if x.dtype == torch.float32 else "tf32"
 
 
 def strides(*tensors: Tensor | None) -> list[int]:
-    """The first three of each; zeros for None."""
+    """The first three strides of each tensor; zeros for None."""
     return [stride for x in tensors for stride in ((0, 0, 0) if x is None else x.stride()[:3])]

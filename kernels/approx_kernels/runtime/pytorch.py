@@ -80,7 +80,7 @@ def int8_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def constant_result(function: Callable[..., T]) -> Callable[..., T]:
-    """`torch.compiler.assume_constant_result` without importing the compiler: it calls the function once, when tracing."""
+    """`torch.compiler.assume_constant_result` without importing the compiler: tracing calls the function once."""
     setattr(function, "_dynamo_marked_constant", True)  # noqa: B010  # pyright reports a plain assignment as an error
     return function
 
@@ -147,7 +147,7 @@ def observed(*tensors: Tensor | None) -> Observer | None:
 
 
 def unreadable(*tensors: Tensor | None) -> bool:
-    """Whether no branch and no shape may depend on values: they cannot be read, or the operations will run on others."""
+    """Whether no branch and no shape may depend on values: these cannot be read, or will differ when it runs."""
     return observed(*tensors) in UNREADABLE
 
 
@@ -181,7 +181,7 @@ def without_autocast(device: str) -> AbstractContextManager[object]:
 
 
 def in_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The tensors in the dtype of autocast, as PyTorch casts the arguments of its own attention; unchanged without autocast."""
+    """The tensors in autocast's dtype, as PyTorch casts for its own attention; unchanged without autocast."""
     if not torch.is_autocast_enabled(q.device.type):
         return q, k, v
     dtype = torch.get_autocast_dtype(q.device.type)

@@ -54,8 +54,8 @@ static int tiles_at_hand(void) {
     return known;
 }
 
-/* Whether products are rounded: if wanted, and of rows enough to fill a tile. Tiles are a thread's own, and others set them
-   differently; they are to be given back by `end_halves`. */
+/* Whether products are rounded: if wanted, and of rows enough to fill a tile. Tiles are a thread's own, and others set
+   them differently; they are to be given back by `end_halves`. */
 SHARED int begin_halves(int wanted, int64_t rows) {
     if (!wanted || rows < SIDE || !tiles_at_hand()) return 0;
     struct {

@@ -1,9 +1,11 @@
-/* Dropout in C: which weights are dropped follows from a seed and from who weighs what, in whatever order that is done. */
+/* Dropout in C: which weights are dropped follows from a seed and from who weighs what, in whatever order that is
+   done. */
 #pragma once
 
 #include "vectors.h"
 
-/* A weight is dropped where 24 bits of its hash are below the bound, 0 for none; all others are multiplied by the factor. */
+/* A weight is dropped where 24 bits of its hash are below the bound, 0 for none; all others are multiplied by the
+   factor. */
 typedef struct {
     uint64_t seed;
     int32_t bound;
@@ -37,7 +39,8 @@ SHARED void draw_queries(const dropout *d, int64_t item, int64_t first, int64_t 
     }
 }
 
-/* 0 for the weights of keys that are dropped, the factor for others. The highest bits of a product depend on all below. */
+/* 0 for the weights of keys that are dropped, the factor for others. The highest bits of a product depend on all
+   below. */
 INLINE vf kept(const dropout *d, vu before, vu between, vu key) {
     vu x = key + before;
     x = (x ^ x >> 16) * 0x7feb352du;

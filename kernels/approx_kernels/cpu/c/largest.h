@@ -3,8 +3,8 @@
 
 #include "vectors.h"
 
-/* Candidates for the `kept` largest scores of a row, in the order of the keys: those not below a floor that as many reach.
-   `room` is for how many. */
+/* Candidates for the `kept` largest scores of a row, in the order of the keys: those not below a floor that as many
+   reach. `room` is for how many. */
 typedef struct {
     float *scores, floor;
     int32_t *keys;

@@ -1,7 +1,8 @@
 /* Numbers of float32 in C as tiles hold them: where those multiply bfloat16 (AMX), as sums of such numbers.
 
-   Three parts of 8 bits are all 24 of a float32. Of the nine products of two numbers the three smallest are less than half of
-   the last bit; the other six, on tiles, take less time than one on the widest vectors. Products of infinities are NaN. */
+   Three parts of 8 bits are all 24 of a float32. Of the nine products of two numbers the three smallest are less than
+   half of the last bit; the other six, on tiles, take less time than one on the widest vectors. Products of infinities
+   are NaN. */
 #pragma once
 
 #include "halves.h"
@@ -13,8 +14,8 @@ enum { SPAN = 2 * SIDE, TILE = SIDE * DEPTH * 2 };
 /* Parts of a number. */
 enum { PARTS = 3 };
 
-/* 16 numbers, 8 of their 24 bits at a time, in the high halves of words; the largest parts are rounded, so that little is
-   left for the others. */
+/* 16 numbers, 8 of their 24 bits at a time, in the high halves of words; the largest parts are rounded, so that little
+   is left for the others. */
 INLINE void part(__m512 x, __m512i parts[PARTS]) {
     for (int i = 0; i < PARTS; i++) {
         __m512i bits = i + 1 < PARTS ? _mm512_add_epi32((__m512i)x, _mm512_set1_epi32(0x8000)) : (__m512i)x;

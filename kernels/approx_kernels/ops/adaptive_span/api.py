@@ -30,7 +30,7 @@ def adaptive_span_attention(
     dropout: float = 0.0,
     impl: str = "auto",
 ) -> Tensor:
-    """Softmax attention whose weights fall off with the distance x as m(x) = clip((R + z - x) / R, 0, 1), then sum to 1.
+    """Softmax attention whose weights fall with the distance x as m(x) = clip((R + z - x) / R, 0, 1), then sum to 1.
 
     Query i is at position S - L + i; x is the distance of positions. Nothing is computed beyond z + R, where m is 0:
     heads of similar span share one window, in O(L (z + R) D) per head, and heads whose span covers every distance run

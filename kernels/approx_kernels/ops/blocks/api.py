@@ -91,7 +91,7 @@ def bigbird_attention(
     dropout: float = 0.0,
     impl: str = "auto",
 ) -> Tensor:
-    """Softmax attention of each block to its neighbours, the first, the last and random blocks, in O(L (5 + r) block D).
+    """Softmax attention of blocks to neighbours, the first, the last and random blocks, in O(L (5 + r) block D).
 
     The first and the last block see all and are seen by all; every pair counts once. Positions count real tokens,
     and query i is the token of key S - L + i. A query that is padding or precedes all keys gives 0.

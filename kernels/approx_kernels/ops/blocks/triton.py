@@ -22,7 +22,7 @@ def block_tiles(
     causal: bool,
     scale: float,
 ) -> Tensor:
-    """Each block to its own keys and those of the neighbouring blocks; real keys are at the front."""
+    """Attention of each block to its own keys and those of its neighbours; real keys come first."""
 
     def pairs(i: Tensor, j: Tensor) -> Tensor:
         near = ((i + shift) // size - (j + shift) // size).abs() <= neighbours
@@ -42,9 +42,7 @@ def bigbird_tiles(
     lists: Sequence[Sequence[int]],
     scale: float,
 ) -> Tensor:
-    """Each block to the blocks of keys on its list, as often as they stand there; an empty list is all keys. Real keys are at
-    the front.
-    """
+    """Attention of each block to the blocks of keys on its list, repeated as listed; an empty list means all keys."""
     rows = tuple(tuple(own) for own in lists)
 
     def pairs(i: Tensor, j: Tensor) -> Tensor:

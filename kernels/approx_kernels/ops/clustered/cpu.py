@@ -1,4 +1,4 @@
-"""Clustered attention of a batch on a CPU, forward and backward in C: padding is skipped, and samples run in parallel."""
+"""Clustered attention of a batch on a CPU, both ways in C: padding is skipped, and samples run in parallel."""
 
 from typing import Any
 

@@ -40,7 +40,7 @@ def clustered_attention(
     dropout: float = 0.0,
     cluster: Callable[..., Tensor] = cluster_queries,
 ) -> Tensor:
-    """The op of this name in `api.py`, which explains the arguments and checks them; `cluster` is as `cluster_queries`."""
+    """The op of this name in `api.py`, which explains and checks the arguments; `cluster` is as `cluster_queries`."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, selectors: Tensor | None) -> Tensor:
         parts = {"planes": planes, "draws": draws, "selectors": selectors, "clusters": clusters, "cluster": cluster}
@@ -418,7 +418,7 @@ def _at_once(q: Tensor, k: Tensor, v: Tensor, index: Tensor, keep: Tensor | None
 
 
 class _OwnWeights(torch.autograd.Function):
-    """Gathers keys and values a cache's worth at a time, again in the backward pass: stored, they would take n K (D + E)."""
+    """Gathers keys and values in parts that fit a cache, again in the backward pass: all would take n K (D + E)."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, index: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Clustered attention of a batch on a GPU: hash, k-means, sort, and attention of the mean queries by the flash kernels."""
+"""Clustered attention of a batch on a GPU: hash, k-means, sort, and the flash kernels for the mean queries."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def clustered_on_gpu(
     topk: int | None,
     scale: float,
 ) -> Tensor:
-    """Attend; a sample of at most C real queries has each of them for a cluster. Nothing waits for the device."""
+    """Attend without waiting for the device; in a sample of at most C real queries each is a cluster."""
     batch, _, length, _ = q.shape
     k, v = k.to(q.dtype), v.to(q.dtype)
     with without_autocast(q.device.type):
@@ -64,15 +64,15 @@ def clustered_on_gpu(
 
 
 def _attended(means: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """What mean queries attend to, and the log-sum-exps of their scores; a few heads have their keys in parts."""
+    """Outputs of the mean queries and log-sum-exps of their scores; with few heads the keys are split into parts."""
     batch, heads, most, _ = means.shape
     keys = k.shape[2]
     parts = _parts(batch * heads * -(-most // 128), keys)
     if parts == 1:
         return flash(means, k, v, key_mask, scale=scale, both=False, impl="triton")
     rows = means[:, None].expand(-1, parts, -1, -1, -1).flatten(0, 1)
-    # All parts are as wide as the last one, which has the keys that are left over: the others' last keys count in the
-    # next. Of tokens that lie one behind the other in memory, as models have them, one sample's parts are views.
+    # All parts are as wide as the last one, which has the remaining keys: the last keys of the others count in the next
+    # part. The parts of one sample are views where its tokens are contiguous, as in models.
     step = keys // parts
     width = keys - (parts - 1) * step
     k, v = (x.unfold(2, width, step).permute(0, 2, 1, 4, 3).flatten(0, 1) for x in (k, v))
@@ -83,7 +83,7 @@ def _attended(means: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scal
         mask = own if mask is None else mask & own
     outputs = flash(rows, k, v, mask, scale=scale, both=False, impl="triton")
     shared, lse = (x.unflatten(0, (batch, parts)) for x in outputs)
-    # A part without a real key has no weight, and no gradient that is not a number.
+    # A part without a real key has weight 0, and its gradient must not be NaN.
     lse = lse.masked_fill(lse == float("-inf"), -1e30)
     whole = lse.logsumexp(1)
     weights = (lse - whole[:, None]).exp()
@@ -91,7 +91,7 @@ def _attended(means: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scal
 
 
 def _parts(programs: int, keys: int) -> int:
-    """Parts that let so many programs fill a card, each with enough keys to be worth its while; where they can, none overlap."""
+    """The number of parts with which programs fill a card; each has enough keys, and if possible none overlap."""
     most = max(min(FULL // programs, keys // 512), 1)
     return next((parts for parts in range(most, most // 2, -1) if keys % parts == 0), most)
 
@@ -107,7 +107,7 @@ def _groups(
     most: int,
     iterations: int,
 ) -> Tensor:
-    """Cluster of each real query, in their order, [B, H, L] int32; without meaning where there is one for each."""
+    """Cluster of each real query, in order, [B, H, L] int32; undefined where each query is a cluster."""
     if most == q.shape[2]:
         return q.new_zeros(q.shape[:3], dtype=torch.int32)
     if selectors is None:

@@ -1,4 +1,4 @@
-"""Causal clustered attention of a batch on a GPU: the flash kernels inside chunks, fixed rows for the keys before them."""
+"""Causal clustered attention of a batch on a GPU: the flash kernels inside chunks, fixed rows before them."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def causal_on_gpu(
     topk: int,
     scale: float,
 ) -> Tensor:
-    """Attend; nothing waits for the device."""
+    """Attend without waiting for the device."""
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k.to(q.dtype), v.to(q.dtype)))
-    # One key at least is left to the sums, so that they are never empty.
+    # At least one key remains for the sums, so that they are never empty.
     chunk, ahead = max(chunk, topk + 1), max(q.shape[2] - k.shape[2], 0)
-    # The first of more queries than keys stand before all keys.
+    # With more queries than keys, the first queries precede all keys.
     q = q[:, :, ahead:]
     before = k.shape[2] - q.shape[2]
     asked = None if key_mask is None else key_mask[:, None, before:]
@@ -65,11 +65,11 @@ def causal_on_gpu(
 
 
 def _rows(q: Tensor, centroids: Tensor, selectors: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows, [B, H, R, D], and that of each query, [B, H, L]."""
+    """The rows, [B, H, R, D], and the row of each query, [B, H, L]."""
     groups = nearest_centroids(q, selectors)
     rows = centroids.float().expand(q.shape[0], -1, -1, -1)
     if q.shape[2] < rows.shape[2]:
-        # The few queries of a decoding step each bring the row of their centroid, and no other is computed.
+        # Each of the few queries of a decoding step has the row of its centroid; no other row is computed.
         rows = rows.gather(2, groups[..., None].expand_as(q))
         groups = torch.arange(q.shape[2], device=q.device).expand_as(groups)
     return rows.contiguous(), groups
@@ -78,7 +78,7 @@ def _rows(q: Tensor, centroids: Tensor, selectors: Tensor) -> tuple[Tensor, Tens
 def _lists(
     groups: Tensor, rank: Tensor, asked: Tensor | None, rows: int, chunks: int, chunk: int
 ) -> tuple[Tensor, Tensor]:
-    """Queries by their row and then by their chunk, and where each begins; behind all are those that are padding."""
+    """Queries sorted by row and then by chunk, and where each group begins; padding comes last."""
     each = groups * chunks + rank // chunk
     if asked is not None:
         each = each.where(asked, rows * chunks)
@@ -92,7 +92,7 @@ def _near(q: Tensor, k: Tensor, v: Tensor, before: int, chunk: int, scale: float
     """Exact attention of each query inside its chunk, [B, H, L, E], and the log-sum-exps, [B, H, L]."""
     keys = k.shape[2]
     first, last = -(-before // chunk) * chunk, keys // chunk * chunk
-    # The rest of a chunk that a cache has begun, whole chunks, and the beginning of one.
+    # The rest of a chunk that the cache has begun, whole chunks, and the beginning of the last one.
     parts = (before // chunk * chunk, min(first, keys)), (first, last), (max(first, last), keys)
     bounds = [each for each in parts if each[0] < each[1]]
     queries = stretches(q, [(max(begin, before) - before, end - before) for begin, end in bounds])
@@ -109,7 +109,7 @@ def _near(q: Tensor, k: Tensor, v: Tensor, before: int, chunk: int, scale: float
 
 
 def _by_chunk(q: Tensor, k: Tensor, v: Tensor, chunk: int, scale: float) -> tuple[Tensor, Tensor]:
-    """The same of whole chunks of keys, which of tokens that lie one behind the other in memory are views."""
+    """As `_near`, for whole chunks; a view when tokens are contiguous."""
     batch, count = k.shape[0], k.shape[2] // chunk
     if count == 1:
         return flash(q, k, v, scale=scale, right=0, impl="triton")
@@ -122,11 +122,11 @@ def _by_chunk(q: Tensor, k: Tensor, v: Tensor, chunk: int, scale: float) -> tupl
 def _near_real(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor, rank: Tensor, chunk: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The real keys and values of each sample, chunk after chunk and zeros behind them, and what `_near` gives of them."""
+    """The real keys and values of each sample in chunks, zeros after them, and the results of `_near` for them."""
     length, keys = q.shape[2], k.shape[2]
     asked = key_mask[:, keys - length :]
     chunks = -(-keys // chunk)
-    # Chunks that the queries of a sample may lie in, from that of its first one on.
+    # Chunks in which the queries of a sample may be, from that of the first one on.
     some = min(chunks, (length + chunk - 2) // chunk + 1)
     count, queries = key_mask.sum(1, keepdim=True), asked.sum(1, keepdim=True)
     begin = ((count - queries) // chunk).clamp(max=chunks - some) * chunk
@@ -141,7 +141,7 @@ def _near_real(
 
 
 def _placed(x: Tensor, real: Tensor, place: Tensor) -> Tensor:
-    """The real tokens of these places among all real ones of their sample; zeros where there is none."""
+    """The real tokens at these ranks among the real ones of their sample; zeros where there is none."""
     tokens = real.logical_not().byte().argsort(stable=True, dim=1)
     rows = _picked(x, tokens.gather(1, place.clamp(0, x.shape[2] - 1)))
     inside = (place >= 0) & (place < real.sum(1, keepdim=True))
@@ -149,7 +149,7 @@ def _placed(x: Tensor, real: Tensor, place: Tensor) -> Tensor:
 
 
 def _picked(x: Tensor, index: Tensor) -> Tensor:
-    """Tokens [B, m] of each sample of x [B, H, n, D], [B, H, m, D] with the heads of a token beside each other."""
+    """Tokens [B, m] of each sample of x [B, H, n, D]: [B, H, m, D], the heads of a token adjacent in memory."""
     sample = torch.arange(x.shape[0], device=x.device)[:, None] * x.shape[2]
     rows = x.transpose(1, 2).flatten(0, 1).index_select(0, (index + sample).flatten())
     return rows.unflatten(0, index.shape).transpose(1, 2)

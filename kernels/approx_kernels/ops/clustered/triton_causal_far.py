@@ -1,4 +1,4 @@
-"""Causal clustered attention as operators: near a query as found elsewhere, and by fixed rows what is before its chunk."""
+"""Causal clustered attention as operators, which join attention inside a chunk with that of fixed rows before it."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _flops_backward(
     out_shape: Any = None,
 ) -> int:
     past = rows[2] * boundaries_of(rows, begins) * chunk * (4 * q[3] + 2 * v[3])
-    # Own scores and what they do to the outputs twice, and one product for each of dq, dk and dv.
+    # Two products each for own scores and their outputs, and one each for dq, dk and dv.
     return 2 * q[0] * q[1] * (past + q[2] * kept * (4 * q[3] + 3 * v[3]))
 
 
@@ -105,27 +105,28 @@ def far_forward(
     scale: float,
     padded: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Join what queries attend to in their own chunk with the keys before it, of which rows weigh most for them.
+    """Join attention inside chunks with the keys before them, most of which are weighed by fixed rows.
 
     Args:
         q: Queries, [B, H, L, D], the last dimension contiguous, as in k, v and near.
         k: Keys, [B, H, S, D], chunk after chunk.
         v: Values, [B, H, S, E].
-        near: What each query attends to in its chunk, [B, H, L, E].
+        near: Output of each query inside its chunk, [B, H, L, E].
         near_lse: Log-sum-exps of the scores there, [B, H, L] float32, contiguous.
-        rows: Fixed queries, [B, H, R, D] float32, contiguous; where sums are taken, in the dtype of q.
-        order: Places of the queries, by their row and then by their chunk, [B, H, L] int32.
-        begins: Where the queries of each row and chunk begin in it, and where the last ones end, [B, H, R N + 1] int32.
+        rows: Fixed queries, [B, H, R, D] float32, contiguous; rounded to the dtype of q for the sums.
+        order: Queries sorted by row and then by chunk, [B, H, L] int32.
+        begins: Where the queries of each row and chunk begin in `order`, and where the last ones end, [B, H, R N + 1]
+            int32.
         chunk: Keys of each of the first N - 1 chunks.
-        kept: Largest keys of a row that each query weighs itself, fewer than those of a chunk.
+        kept: Number of a row's largest keys, which each query weighs itself; less than `chunk`.
         scale: Factor of the scores.
         padded: Whether some queries are in no list; their outputs are 0.
 
     Returns:
-        [B, H, L, E] in the dtype of q; for the gradients also the log-sum-exps of all that each query weighs, in their
-        order and to the base 2, [B, H, L], and at each boundary the largest keys of each row, [B, H, N - 1, R, K], from
-        which boundary on each key is no longer one, [B, H, R, S], and the mass of the others, their mean key and mean
-        value.
+        [B, H, L, E] in the dtype of q; for the backward pass also the log-sum-exps of all scores of each query, in
+        `order` and to the base 2, [B, H, L]; the largest keys of each row at each boundary, [B, H, N - 1, R, K]; the
+        boundary from which on each key is no longer one of them, [B, H, R, S]; and the mass, mean key and mean value of
+        the other keys.
     """
     made = _empty(q, k, v, near, near_lse, rows, order, begins, chunk, kept, scale, padded)
     out, lse, top, until, *past = made
@@ -186,8 +187,8 @@ def far_backward(
 
     Args:
         grad: Gradient of the outputs.
-        out: What `far_forward` returned, as all up to `mean_v`.
-        q: And all others: as for `far_forward`.
+        out: This and all up to `mean_v` as `far_forward` returned them.
+        q: This and all others as for `far_forward`.
     """
     made = _empty_gradients(grad, out, lse, top, until, mass, mean_k, mean_v, q, k, v, near, near_lse, padded)
     dq, dk, dv, *dnear = made
@@ -195,7 +196,7 @@ def far_backward(
     launches = Launches(q, k, v, rows, order, begins, chunk, kept, scale)
     past, delta, added = (mass, mean_k, mean_v), torch.empty_like(lse), None
     dpast = [torch.empty_like(x) for x in past]
-    # Nobody sees the last chunk from behind.
+    # No later query sees the last chunk.
     for x in (dk, dv):
         x[:, :, launches.keys :].zero_()
     launches.query_gradients((near, near_lse), top, past, out, lse, grad, dq, dnear, dpast, delta)

@@ -1,4 +1,4 @@
-"""How the kernels of causal clustered attention are launched, and cut for what they are given."""
+"""Launches and configurations of the kernels of causal clustered attention."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from approx_kernels.ops.clustered.triton_past import carry_kernel, chunk_sums_ke
 from approx_kernels.ops.clustered.triton_past_backward import carry_back_kernel, past_keys_kernel
 from approx_kernels.ops.clustered.triton_top import scores_of
 
-# Scores of a chunk that a program has in registers, by warps.
+# Configurations by the most scores of a chunk that a program holds in registers.
 SELECT = {512: (cut(1, 1),), 2048: (cut(4, 1),)}
 MOST_CHUNK = max(SELECT)
-# Their numbers are kept in 16 bits.
+# The numbers of chunks are stored in 16 bits.
 MOST_CHUNKS = 2**15 - 1
-# One row or one key each; many of them are beside each other on a card.
+# A program has one row or one key; many of them run at once.
 CARRY = (cut(2, 1, BK=16),)
 CARRY_BACK = (cut(1, 1),)
 KEYS = (cut(2, 1, BM=8),)
@@ -28,7 +28,7 @@ SUMS = {
     "float32": (cut(8, 1, BM=32, BN=32),),
     "float32 wide": (cut(8, 1, BM=32, BN=32),),
 }
-# Few rows, for a row has two or three queries of a chunk.
+# Few rows, since a row has two or three queries in a chunk.
 FAR = {
     "narrow": (cut(2, 1, BM=16, BK=32),),
     "wide": (cut(4, 1, BM=16, BK=32),),
@@ -44,7 +44,7 @@ PAST = {
 
 
 class Launches:
-    """The kernels of one forward or backward pass; what they are given is described in `far_forward`."""
+    """The kernels of one forward or backward pass; `far_forward` describes the arguments."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Launches:
     ) -> None:
         batch, heads, length, _ = q.shape
         self.q, self.k, self.v, self.lists = q, k, v, (order, begins)
-        # Products want them rounded, but of keys that weigh alike the reference is to choose the same.
+        # Products need rounded rows; exact ones choose the same keys as the reference where weights are nearly equal.
         self.exact_rows, self.rows = rows, rows.to(q.dtype)
         self.heads, self.kept, self.scale, self.values = batch * heads, kept, scale, v.shape[3]
         self.boundaries = boundaries_of(rows.shape, begins.shape)
@@ -72,7 +72,7 @@ class Launches:
         self._products = {**self._sizes, "PRECISION": precision(q)}
 
     def select(self, top: Tensor, until: Tensor) -> Tensor:
-        """Find the largest keys of the rows, and give back their scores."""
+        """Find the largest keys of the rows, and return their scores."""
         scores = scores_of(self.exact_rows, self.k[:, :, : self.keys], None, self.scale)
         best, chunk = scores.new_empty(top.shape), self._past["chunk"]
         wide: dict[str, Any] = {"WIDE_K": power(self.kept, 16), "WIDE": power(chunk, 16)}
@@ -93,7 +93,7 @@ class Launches:
         return best
 
     def sums(self, until: Tensor | None, past: Sequence[Tensor]) -> None:
-        """The mass, mean key and mean value that rows have in each chunk."""
+        """The mass, mean key and mean value of each row in each chunk."""
         launch(
             chunk_sums_kernel,
             lambda tiles: (self._tiles(self.rows.shape[2], tiles["BM"]),),
@@ -110,7 +110,7 @@ class Launches:
         )
 
     def carry(self, top: Tensor, best: Tensor | None, until: Tensor | None, past: Sequence[Tensor]) -> None:
-        """The same before each boundary."""
+        """The same over all keys before each boundary."""
         launch(
             carry_kernel,
             (self.heads * self.rows.shape[2],),
@@ -128,7 +128,7 @@ class Launches:
         )
 
     def outputs(self, near: Sequence[Tensor], top: Tensor, past: Sequence[Tensor], out: Tensor, lse: Tensor) -> None:
-        """What queries attend to in all."""
+        """The outputs of the queries."""
         launch(
             far_kernel,
             (self.heads * (self.lists[1].shape[2] - 1),),
@@ -162,7 +162,7 @@ class Launches:
         dpast: Sequence[Tensor],
         delta: Tensor,
     ) -> None:
-        """Gradients of queries, of what they attend to in their chunk, and of what rows have at each boundary."""
+        """Gradients of queries, of their outputs inside their chunk, and of the sums of rows at each boundary."""
         launch(
             far_queries_kernel,
             (self.heads * (self.lists[1].shape[2] - 1),),
@@ -189,7 +189,7 @@ class Launches:
         )
 
     def carry_back(self, past: Sequence[Tensor], dpast: Sequence[Tensor]) -> None:
-        """Let gradients at a boundary be those of all from there on."""
+        """Add to the gradients at each boundary those of all later ones."""
         launch(
             carry_back_kernel,
             (self.heads * self.rows.shape[2],),
@@ -203,7 +203,7 @@ class Launches:
     def own_key_gradients(
         self, until: Tensor, mass: Tensor, dpast: Sequence[Tensor], lse: Tensor, delta: Tensor, grad: Tensor
     ) -> Tensor:
-        """What those keys are given that rows have had among their largest, [B, H, S, D + E]."""
+        """Gradients of the keys and values that were among the largest of some row, [B, H, S, D + E]."""
         added = mass.new_empty(*self.q.shape[:2], self.keys, self.q.shape[3] + self.values)
 
         launch(
@@ -258,5 +258,5 @@ class Launches:
 
 
 def boundaries_of(rows: Sequence[int], begins: Sequence[int]) -> int:
-    """Boundaries between the chunks of so many rows whose queries begin at so many places."""
+    """The number of boundaries between chunks, from the shapes of rows and of `begins`."""
     return (begins[2] - 1) // rows[2] - 1

@@ -1,9 +1,9 @@
-"""Kernels of what causal queries add from before their chunk: tiles of one row and chunk share the keys gathered for it.
+"""Kernels of causal attention to keys before the chunk: tiles of one row and chunk share the keys gathered for it.
 
-Lists hold the queries of a row, chunk after chunk, so that those which weigh a key themselves lie behind each other.
+Lists hold the queries of a row by chunk, so that those which weigh the same key themselves are contiguous.
 """
 
-# Triton's stubs take tensors for constants, and branches on constants for branches.
+# Triton's type stubs mistake tensors for constants, and branches on constants for branches at run time.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from __future__ import annotations
 from approx_kernels.gpu.language import jit, tl
 from approx_kernels.ops.clustered.triton_improved import gathered, members
 
-# Lengths that differ must not make kernels that differ.
+# Kernels are not specialised on lengths, so that other lengths compile none.
 LENGTHS = ("H", "L", "rows", "kept", "chunk", "boundaries")
 
 
 @jit
 def _list(Begins, rows, boundaries):
-    """Head, row and chunk of a program's list, and the places of its queries, from and to."""
+    """Head, row and chunk of a program, and the range of its queries in the list."""
     lists = rows * (boundaries + 1)
     item, each = tl.cast(tl.program_id(0) // lists, tl.int64), tl.program_id(0) % lists
     begin = Begins + item * (lists + 1) + each
@@ -76,7 +76,7 @@ def far_kernel(
     BM: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Outputs of the queries of one row and chunk: keys of the chunk, own weights before it, and what is shared."""
+    """Outputs of the queries of one row and chunk: keys inside, earlier keys with own weights, and the row's sums."""
     item, row, c, first, last = _list(Begins, rows, boundaries)
     if first >= last:
         return
@@ -87,7 +87,7 @@ def far_kernel(
     slot, value = (item * boundaries + c - 1) * rows + row, tl.arange(0, WIDE_E)
     own = _vector(Rows, item * rows + row, row >= 0, D, WIDE_D)
     mean_k, mean_v = _vector(MeanK, slot, c > 0, D, WIDE_D), _vector(MeanV, slot, c > 0, E, WIDE_E)
-    # Before the first chunk there is nothing.
+    # There are no keys before the first chunk.
     mass = tl.load(Mass + slot, mask=c > 0, other=float("-inf"))
     factor = scale * 1.4426950408889634
     for start in range(first, last, BM):
@@ -177,7 +177,7 @@ def far_queries_kernel(
     BM: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Gradients of the queries of one row and chunk, of what they got inside it, and of what they share."""
+    """Gradients of the queries of one row and chunk, of their outputs inside it, and of the row's sums."""
     item, row, c, first, last = _list(Begins, rows, boundaries)
     K += item // H * k_b + item % H * k_h
     V += item // H * v_b + item % H * v_h
@@ -226,7 +226,7 @@ def far_queries_kernel(
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
         at = dQ + item // H * dq_b + item % H * dq_h + place[:, None] * dq_n + size[None, :]
         tl.store(at, (dq * scale).to(dQ.dtype.element_ty), mask=inside[:, None] & (size < D)[None, :])
-    # Also where there is no query: what is before the boundary is then given nothing.
+    # Store zeros for empty chunks too.
     if c > 0:
         tl.store(dMass + slot, tl.sum(dmass, 0))
         tl.store(dMeanK + slot * D + size, dmean_k * scale, mask=size < D)
@@ -275,7 +275,7 @@ def far_keys_kernel(
     WIDE_R: tl.constexpr,
     BM: tl.constexpr,
 ):
-    """What one key and value are given by the queries that weigh it themselves, and by rows that have lost it since."""
+    """Gradients of one key and value, from queries that weigh it themselves and from rows that dropped it since."""
     keys = tl.cast(boundaries, tl.int64) * chunk
     item, j = tl.program_id(0) // keys, tl.program_id(0) % keys
     enters = (j // chunk + 1).to(tl.int32)

@@ -1,10 +1,10 @@
-"""Kernels of improved clustered attention: tiles of queries of one cluster share the keys and values gathered for it."""
+"""Kernels of improved clustered attention: tiles of queries of a cluster share its gathered keys and values."""
 
 from __future__ import annotations
 
 from approx_kernels.gpu.language import jit, tl
 
-# Lengths that differ must not make kernels that differ.
+# Kernels are not specialised on lengths, so that other lengths compile none.
 LENGTHS = ("H", "L", "S", "most", "kept", "parts")
 
 
@@ -27,7 +27,7 @@ def gathered(X, key, stride, SIZE: tl.constexpr, WIDTH: tl.constexpr):
 
 @jit
 def _centroid_weights(mean, k, key, factor, lse):
-    """What the mean query gives to keys of its cluster."""
+    """Weights of the mean query for keys of its cluster."""
     s = tl.sum(mean[None, :] * k.to(tl.float32), 1) * factor
     return tl.exp2(tl.where(key >= 0, s - lse, float("-inf")))
 
@@ -75,7 +75,7 @@ def improved_kernel(
     BM: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Outputs of every so many-th tile of the queries of a cluster: own weights within the mass, and the remainder."""
+    """Outputs of every n-th tile of a cluster's queries: own weights within the mass, and the remainder."""
     line = tl.cast(tl.program_id(0) // parts, tl.int64)
     part, item, c = tl.program_id(0) % parts, line // most, line % most
     first, last = tl.load(Begins + item * (most + 1) + c), tl.load(Begins + item * (most + 1) + c + 1)
@@ -104,7 +104,7 @@ def improved_kernel(
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor
             s = tl.where((key >= 0)[None, :], s, float("-inf"))
             new = tl.maximum(top, tl.max(s, 1))
-            # Behind the real keys of a sample there may be stretches without any.
+            # After the real keys of a sample, whole parts may have none.
             safe = tl.where(new == float("-inf"), 0.0, new)
             p, share = tl.exp2(s - safe[:, None]), tl.exp2(top - safe)
             total, top = total * share + tl.sum(p, 1), new
@@ -124,7 +124,7 @@ def improved_kernel(
 
 @jit
 def _own_weights(q, k, key, logs, factor, PRECISION: tl.constexpr):
-    """What queries, rows, give to the keys of their cluster, columns."""
+    """Weights of queries (rows) for the keys of their cluster (columns)."""
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor
     return tl.where((key >= 0)[None, :], tl.exp2(s - logs[:, None]), 0.0)
 
@@ -171,7 +171,7 @@ def improved_queries_kernel(
     BM: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Gradients of queries, and each one's own output times the gradient of its output."""
+    """Gradients of queries, and for each the product of its own output and the gradient of its output."""
     line = tl.cast(tl.program_id(0) // parts, tl.int64)
     part, item, c = tl.program_id(0) % parts, line // most, line % most
     first, last = tl.load(Begins + item * (most + 1) + c), tl.load(Begins + item * (most + 1) + c + 1)
@@ -255,7 +255,7 @@ def improved_keys_kernel(
     BM: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """What a cluster adds to the gradients of its keys and values, and the gradients of its mean query and its row."""
+    """A cluster's part of the gradients of its keys and values, and the gradients of its mean query and its row."""
     line = tl.cast(tl.program_id(0), tl.int64)
     item, c = line // most, line % most
     first, last = tl.load(Begins + item * (most + 1) + c), tl.load(Begins + item * (most + 1) + c + 1)
@@ -268,7 +268,7 @@ def improved_keys_kernel(
     size, value = tl.arange(0, WIDE_D), tl.arange(0, WIDE_E)
     mean = tl.load(Means + line * D + size, mask=size < D, other=0.0).to(tl.float32)
     lse, factor = tl.load(Lse + line) * 1.4426950408889634, scale * 1.4426950408889634
-    # A cluster without members has no mass, and gives nothing a gradient.
+    # An empty cluster has no mass, and adds no gradients.
     mass = tl.load(Mass + line, mask=first < last, other=0.0)
     deltas, grads = tl.zeros([BM], tl.float32), tl.zeros([WIDE_E], tl.float32)
     for start in range(first, last, BM):

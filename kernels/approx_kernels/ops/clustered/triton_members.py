@@ -1,4 +1,4 @@
-"""Sums over the queries of each cluster and what is spread over them: one is the gradient of the other, no addition is atomic."""
+"""Sums over each cluster's queries, and the reverse scatter: each is the gradient of the other. Nothing is atomic."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def spread_kernel(
     MEAN: tl.constexpr,
     BM: tl.constexpr,
 ):
-    """Hand BM queries, in the order of their clusters, the row of their own, divided by its members where these have a mean."""
+    """Scatter each cluster's row to its BM queries, divided by the cluster size for means."""
     tiles = tl.cdiv(L, BM)
     item = tl.cast(tl.program_id(0) // tiles, tl.int64)
     Begins += item * (most + 1)
@@ -80,7 +80,7 @@ def spread_kernel(
     count = tl.load(Begins + most)
     if tl.program_id(0) % tiles * BM >= count:
         return
-    # The last cluster that begins at or before a slot and is not empty: how many end at or before it says which.
+    # The cluster of a slot, never an empty one, is the number of clusters that end at or before the slot.
     cluster = tl.zeros([BM], tl.int32)
     for first in range(0, most, WIDE_C):
         c = first + tl.arange(0, WIDE_C)
@@ -117,9 +117,9 @@ def sum_rows(x: Tensor, order: Tensor, begins: Tensor, mean: bool) -> Tensor:
 
     Args:
         x: [B, H, n, D].
-        order: Rows of x, one list behind the other, [B, H, m] int32.
+        order: Rows of x, list after list, [B, H, m] int32.
         begins: Where each list begins in the order, and where the last one ends, [B, H, C + 1] int32.
-        mean: Whether the sum is divided by the rows.
+        mean: Whether the sum is divided by the number of rows.
 
     Returns:
         [B, H, C, D] in the dtype of x, added in float32.
@@ -146,7 +146,7 @@ def sum_rows(x: Tensor, order: Tensor, begins: Tensor, mean: bool) -> Tensor:
 
 
 def _spread(x: Tensor, order: Tensor, begins: Tensor, length: int, mean: bool) -> Tensor:
-    # As models want it next, tokens before heads; what is in no list is 0.
+    # Tokens before heads in memory, as models need it next; rows in no list are 0.
     return x.new_zeros(x.shape[0], length, x.shape[1], x.shape[3]).transpose(1, 2)
 
 
@@ -163,11 +163,11 @@ def _spread_gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 @custom_op(_spread, backward=_spread_gradients, save=_save_lists)
 def spread_rows(x: Tensor, order: Tensor, begins: Tensor, length: int, mean: bool) -> Tensor:
-    """Give each row of a list the row of x that the list has; what is in no list gets 0.
+    """Copy the row of x of each list to all rows in the list; rows in no list are 0.
 
     Args:
         x: [B, H, C, D].
-        order: Each row of the result at most once: as for `sum_rows`.
+        order: As for `sum_rows`, each row of the result at most once.
         begins: As there.
         length: Rows of the result.
         mean: Whether a row is divided by the length of its list, as the gradient of a mean is.

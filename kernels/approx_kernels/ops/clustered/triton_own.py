@@ -1,4 +1,4 @@
-"""Improved clustered attention as operators: what the queries of a cluster make of its largest keys."""
+"""Improved clustered attention as operators: each query weighs the largest keys of its cluster itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from approx_kernels.ops.clustered.triton_improved import improved_kernel, improv
 from approx_kernels.ops.clustered.triton_members import sum_rows
 from approx_kernels.runtime.custom_op import custom_op
 
-# Few rows: clusters have some twenty members, and a tile never crosses one.
+# Few rows: clusters have some twenty members, and a tile never spans two of them.
 IMPROVED = {
     "narrow": (cut(2, 1, BM=16, BK=32),),
     "wide": (cut(4, 1, BM=16, BK=32),),
@@ -21,12 +21,12 @@ IMPROVED = {
     "float32 wide": (cut(8, 1, BM=16, BK=16),),
 }
 QUERIES = IMPROVED | {"float32": (cut(4, 1, BM=16, BK=32),), "float32 wide": (cut(4, 1, BM=16, BK=32),)}
-# Parts of a cluster are computed side by side once an average one has so many tiles.
+# Clusters are split into parts once an average one has this many tiles.
 _TILES = 4
 
 
 def beside(x: Tensor, size: int, padded: bool) -> Tensor:
-    """[B, H, n, size] with the heads of a token beside each other, as models want to join them; 0 at padding."""
+    """[B, H, n, size] with the heads of a token adjacent in memory, as models join them; 0 at padding."""
     make = x.new_zeros if padded else x.new_empty
     return make(x.shape[0], x.shape[2], x.shape[1], size).transpose(1, 2)
 
@@ -67,7 +67,7 @@ def _flops_backward(
     *others: Any,
     out_shape: Any = None,
 ) -> int:
-    # Own scores three times, what they do to the outputs three times, and one product for each of dq, dk and dv.
+    # Three products each for own scores and their outputs, and one each for dq, dk and dv.
     return 2 * q[0] * q[1] * q[2] * top[3] * (5 * q[3] + 4 * v[3])
 
 
@@ -80,7 +80,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
     dq, *added, dmeans, dshared, dlse = improved_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.padded)
     k, top = ctx.saved_tensors[3], ctx.saved_tensors[8]
-    # A key may be among the largest of many clusters, whose parts are summed in one order always.
+    # A key may be among the largest of many clusters, whose parts are summed in a fixed order.
     ranked, place = top.flatten(2).sort(dim=2, stable=True)
     key = torch.arange(k.shape[2] + 1, dtype=torch.int32, device=k.device).expand(*k.shape[:2], -1).contiguous()
     lists = place.int(), torch.searchsorted(ranked, key, out_int32=True)
@@ -102,14 +102,14 @@ def improved_forward(
     scale: float,
     padded: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Weigh the keys of each cluster again for each of its queries, within the mass that the mean query gives them.
+    """Reweigh the largest keys of each cluster for each of its queries, within the mass that the mean query gives them.
 
     Args:
         q: Queries, [B, H, L, D], the last dimension contiguous, as in k and v.
         k: Keys, [B, H, S, D].
         v: Values, [B, H, S, E].
         means: Mean query of each cluster, [B, H, C, D], contiguous.
-        shared: What the mean queries attend to, [B, H, C, E], the last dimension contiguous.
+        shared: Outputs of the mean queries, [B, H, C, E], the last dimension contiguous.
         lse: Log-sum-exp of their scores, [B, H, C] float32.
         top: What `largest_keys` returned.
         order: What `sort_queries` returned, as `begins`.
@@ -150,7 +150,7 @@ def _parts(q: Tensor, top: Tensor, tiles: Mapping[str, int]) -> int:
 
 
 def _shared(q: Tensor, v: Tensor, top: Tensor, scale: float) -> dict[str, Any]:
-    """What all kernels are told."""
+    """Arguments shared by all kernels."""
     _, heads, most, kept = top.shape
     told = {"H": heads, "L": q.shape[2], "most": most, "kept": kept, "scale": scale}
     return {**told, **sizes(q, v), "PRECISION": precision(q)}
@@ -195,19 +195,20 @@ def improved_backward(
     scale: float,
     padded: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, means, shared and lse, and what clusters add to those of their keys and values, [B, H, C K, D or E].
+    """Gradients of q, means, shared and lse, and each cluster's part of those of its keys and values, [B, H, C K, D or
+    E].
 
     Args:
         grad: Gradient of the outputs.
         own_lse: What `improved_forward` returned.
         mass: The same.
-        q: And all others: as for `improved_forward`.
+        q: This and all others as for `improved_forward`.
     """
     given = grad, own_lse, mass, q, k, v, means, shared, lse, top, order, begins, scale, padded
     made = _empty_gradients(*given)
     grad = grad if grad.stride(3) == 1 else grad.contiguous()
     where, delta, told = kind(q, v), torch.empty_like(own_lse), _shared(q, v, top, scale)
-    # The first of them says what the second needs to know of each query.
+    # The first kernel stores for each query what the second one reads.
     launch(
         improved_queries_kernel,
         lambda tiles: (mass.numel() * _parts(q, top, tiles),),

@@ -1,12 +1,12 @@
-"""Kernels of what fixed centroids attend to in a growing past: their largest keys, and sums over all others.
+"""Kernels of the attention of fixed centroids to a growing past: their largest keys, and sums over all others.
 
-Boundary i stands behind chunk i. There the K largest keys of a row compete with those of the chunk; who loses goes to
-the others and never comes back. So a key is among the largest from its own boundary until one that `Until` counts from
-1 on, 0 for never; and the others of a boundary are those of the one before, those of the chunk, and those that have
-just lost. Logarithms are to the base 2. Rows have others at every boundary, since a chunk is longer than K.
+Boundary i follows chunk i. There the K largest keys of a row compete with those of the chunk; a key that loses joins
+the others for good. So a key is among the largest from its own boundary up to the one in `Until`, which counts from 1,
+0 for never; and the others at a boundary are those at the boundary before, those of the chunk, and those that have just
+lost. Logarithms are to the base 2. Rows have others at every boundary, since a chunk is longer than K.
 """
 
-# Triton's stubs take tensors for constants, and branches on constants for branches.
+# Triton's type stubs mistake tensors for constants, and branches on constants for branches at run time.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from __future__ import annotations
 from approx_kernels.gpu.language import jit, tl
 from approx_kernels.ops.clustered.triton_improved import gathered
 
-# Lengths that differ must not make kernels that differ.
+# Kernels are not specialised on lengths, so that other lengths compile none.
 LENGTHS = ("H", "S", "rows", "kept", "chunk", "chunks", "boundaries")
 
 
 @jit
 def _ordered(x):
-    """Whole numbers in the order of these numbers."""
+    """Map floats to integers in the same order."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -43,7 +43,7 @@ def select_kernel(Scores, Top, Best, Until, rows, kept, chunk, boundaries, WIDE_
         score = tl.load(Best + before, mask=there, other=0.0)
         rival = tl.load(Scores + tl.cast(i, tl.int64) * chunk + column, mask=inside, other=0.0)
         old, new = tl.where(there, _ordered(score), lowest), tl.where(inside, _ordered(rival), lowest)
-        # The K-th largest of all, bit by bit: the largest number that K of them reach.
+        # Find the K-th largest of all bit by bit: the largest number that K of them reach.
         least = lowest
         for step in range(32):
             higher = least ^ (tl.full([], 1, tl.int32) << (31 - step))
@@ -65,7 +65,7 @@ def select_kernel(Scores, Top, Best, Until, rows, kept, chunk, boundaries, WIDE_
         until = tl.where(enters, boundaries + 1, 0).to(tl.int16)
         tl.store(Until + tl.cast(i, tl.int64) * chunk + column, until, mask=inside)
         tl.store(Until + key, (tl.zeros([WIDE_K], tl.int32) + i + 1).to(tl.int16), mask=there & ~stays)
-        # What other threads of the program have written is read next.
+        # Values that other threads of the program have written are read next.
         tl.debug_barrier()
 
 
@@ -127,7 +127,7 @@ def chunk_sums_kernel(
             until = tl.load(at, mask=(c < rows)[:, None] & inside[None, :], other=0)
             s = tl.where(until == 0, s, float("-inf"))
         new = tl.maximum(top, tl.max(s, 1))
-        # A row may have nothing but largest keys in a tile.
+        # All keys of a tile may be among the largest of a row.
         safe = tl.where(new == float("-inf"), 0.0, new)
         p, share = tl.exp2(s - safe[:, None]), tl.exp2(top - safe)
         total, top = total * share + tl.sum(p, 1), new
@@ -168,7 +168,7 @@ def carry_kernel(
     WIDE_E: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Sums of chunks become sums of all before each boundary, for one row; in place."""
+    """Turn sums of chunks into sums of all keys before each boundary, for one row, in place."""
     item, row = tl.cast(tl.program_id(0) // rows, tl.int64), tl.program_id(0) % rows
     size, value = tl.arange(0, WIDE_D), tl.arange(0, WIDE_E)
     K += item // H * k_b + item % H * k_h
@@ -202,7 +202,7 @@ def carry_kernel(
                     mean_k = mean_k * share + tl.sum(p[:, None] * k.to(tl.float32), 0)
                     mean_v = mean_v * share + tl.sum(p[:, None] * v.to(tl.float32), 0)
         mass, mean_k, mean_v = top + tl.log2(total), mean_k / total, mean_v / total
-        # Every warp has read what stands here before one of them replaces it.
+        # Every warp must read this before any of them overwrites it.
         tl.debug_barrier()
         tl.store(Mass + slot, mass)
         tl.store(MeanK + slot * D + size, mean_k, mask=size < D)

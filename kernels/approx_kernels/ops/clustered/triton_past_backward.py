@@ -31,7 +31,7 @@ def carry_back_kernel(
     WIDE_D: tl.constexpr,
     WIDE_E: tl.constexpr,
 ):
-    """e, f and g of all boundaries become A, F and G, for one row; in place."""
+    """Turn e, f and g of all boundaries into A, F and G, for one row, in place."""
     item, row = tl.cast(tl.program_id(0) // rows, tl.int64), tl.program_id(0) % rows
     size, value = tl.arange(0, WIDE_D), tl.arange(0, WIDE_E)
     slot = (item * boundaries + boundaries - 1) * rows + row
@@ -90,7 +90,7 @@ def past_keys_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Gradients of BN keys and values of one chunk from the rows to which they never were among the largest, and Added."""
+    """Gradients of BN keys and values of one chunk from rows that never had them among the largest, plus Added."""
     blocks = tl.cdiv(chunk, BN)
     item = tl.cast(tl.program_id(0) // blocks // boundaries, tl.int64)
     i, place = tl.program_id(0) // blocks % boundaries, tl.program_id(0) % blocks * BN + tl.arange(0, BN)

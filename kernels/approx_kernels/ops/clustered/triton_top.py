@@ -11,7 +11,7 @@ from approx_kernels.gpu.language import jit, tl
 from approx_kernels.gpu.launch import cut, launch, power
 from approx_kernels.runtime.custom_op import custom_op
 
-# A wider tile is half addresses, which spill under Triton 3.6.
+# In a wider tile half of the registers hold addresses, which spill under Triton 3.6.
 SCORES = (cut(8, 1, BM=64, BN=64),)
 FLOAT32 = (cut(8, 1, BM=32, BN=32),)
 MIXED = (cut(4, 1, BM=16, BN=64),)
@@ -63,7 +63,7 @@ def _flops_top(means: Any, k: Any, *others: Any, out_shape: Any = None) -> int:
 
 @custom_op(_no_keys, flops=_flops_top)
 def largest_keys(means: Tensor, k: Tensor, key_mask: Tensor | None, kept: int, scale: float) -> Tensor:
-    """The keys of the largest scores at each mean query, of which those in 16 bits that are equal count alike.
+    """The keys with the largest scores at each mean query; scores that are equal in 16 bits are ties.
 
     Args:
         means: [B, H, C, D], contiguous.
@@ -81,13 +81,13 @@ def largest_keys(means: Tensor, k: Tensor, key_mask: Tensor | None, kept: int, s
 
 
 def scores_of(means: Tensor, k: Tensor, key_mask: Tensor | None, scale: float) -> Tensor:
-    """Scores of all keys at each mean query, [B, H, C, S], as for `largest_keys`; float32 means may meet keys of 16 bits."""
+    """Scores of all keys at each mean query, [B, H, C, S], as for `largest_keys`; means may be wider than keys."""
     batch, heads, most, size = means.shape
     scores = means.new_empty(batch, heads, most, k.shape[2])
     if k.dtype == means.dtype:
         precise, cuts = ("ieee", FLOAT32) if k.dtype == torch.float32 else ("tf32", SCORES)
     else:
-        # Tensor cores in three parts err as float32 does; keys of 16 bits lose nothing in the first.
+        # Products in three parts on tensor cores are as exact as float32; keys of 16 bits need only the first part.
         precise, cuts = "tf32x3", MIXED
     launch(
         score_kernel,

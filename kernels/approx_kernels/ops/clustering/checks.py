@@ -12,7 +12,7 @@ DRAWS_END = 2**62
 
 
 def check_clustering(q: Tensor, planes: Tensor, draws: Tensor, clusters: int, iterations: int) -> None:
-    """Refuse planes [bits, D + 1], draws and numbers that do not fit queries q [..., n, D]; `check_draws` reads the draws."""
+    """Refuse planes [bits, D + 1], draws and numbers that do not fit queries q [..., n, D]; see `check_draws`."""
     check_part("planes", planes, q, "bits", q.shape[-1] + 1)
     if len(planes) > MOST_BITS:
         raise ValueError(f"planes has {len(planes)} rows; expected {MOST_BITS} at most.")

@@ -1,4 +1,4 @@
-"""Sign hashes and Hamming k-means as integer-valued matrix products, and centroids that are fitted once, in plain PyTorch."""
+"""Sign hashes and Hamming k-means as integer-valued matrix products, and fixed centroids, in plain PyTorch."""
 
 import torch
 from torch import Tensor

@@ -20,22 +20,22 @@ from approx_kernels.ops.clustering.triton_lloyd import (
 )
 from approx_kernels.runtime.custom_op import custom_op
 
-# What an iteration holds in registers: for twice as many clusters it spills.
+# The most clusters whose iteration fits into registers; twice as many spill.
 MOST_CLUSTERS, MOST_BITS = 128, 63
-# Fewer clusters are padded to so many. With 32 the second product of k-means is too small for Hopper's wgmma, and the
-# kernel would be the only one to mix it with mma.sync, whose loop old assemblers get wrong.
+# Fewer clusters are padded to this number. With 32 the second product of k-means is too small for Hopper's wgmma, and
+# the kernel would be the only one to mix it with mma.sync, whose loop old assemblers get wrong.
 LEAST_CLUSTERS = 64
-# Programs below which heads are split into parts: those that fill an H100 once.
+# With fewer programs than this, which fill an H100 once, heads are split into parts.
 FULL = 132
 
-# The default, and what asks for less where that may be too much.
+# The default, then configurations that need less.
 HASH = (cut(8, 2, BM=64), cut(8, 1, BM=32))
-# By the power of two that holds the clusters.
+# By the number of clusters, rounded up to a power of two.
 LLOYD = {
     64: (cut(4, 3, BN=128), cut(4, 1, BN=64)),
     128: (cut(8, 3, BN=128), cut(8, 1, BN=64)),
 }
-# It has nothing in shared memory.
+# It uses no shared memory.
 SORT = (cut(4, 1, BN=64),)
 
 
@@ -73,7 +73,7 @@ def _flops(
     *,
     out_shape: Any = None,
 ) -> int:
-    # A sweep compares all queries with all centroids, and adds each to the sums as one product more.
+    # A sweep compares all queries with all centroids, and adds them to the sums by one more product.
     return 2 * q[0] * q[1] * q[2] * planes[0] * (q[3] + 2 * iterations * most)
 
 
@@ -88,27 +88,28 @@ def cluster_samples(
     most: int,
     iterations: int,
 ) -> Tensor:
-    """Cluster the real queries of each sample as `cluster_queries` does; a sample of no more queries than C keeps each apart.
+    """Cluster the real queries of each sample as `cluster_queries` does; in a sample of at most C queries each is a
+    cluster.
 
     Args:
         q: Queries, [B, H, L, D], the last dimension contiguous.
-        tokens: Places of the real queries of each sample, in their order, before all others, [B, L] int32; None where
+        tokens: Positions of the real queries of each sample, in order and before all others, [B, L] int32; None where
             all are real.
         counts: Number of real queries, [B] int64.
-        clusters: Number of clusters of each sample, [B] int64; 0 leaves the sample out.
+        clusters: Number of clusters of each sample, [B] int64; 0 skips the sample.
         planes: As for `cluster_queries`.
         draws: As for `cluster_queries`.
         most: The most clusters that a sample has.
         iterations: As for `cluster_queries`.
 
     Returns:
-        Cluster of each real query, in their order, [B, H, L] int32; what stands behind them has no meaning.
+        Cluster of each real query, in order, [B, H, L] int32; undefined after the last one.
     """
     batch, heads, length, size = q.shape
     width, wide = power(planes.shape[0] + 1, 32), power(most, LEAST_CLUSTERS)
     groups = _empty(q, tokens, counts, clusters, planes, draws, most, iterations)
     bits = q.new_empty(batch, heads, length, width, dtype=torch.int8)
-    # To look at draws would wait for the device: whatever a buffer holds, places count from 0.
+    # Checking the draws would wait for the device, so any values are mapped to valid places.
     planes, draws = planes.contiguous(), draws.contiguous().bitwise_and(DRAWS_END - 1)
     shapes: dict[str, Any] = {"H": heads, "L": length, "bits": planes.shape[0], "WIDTH": width}
     launch(
@@ -160,7 +161,7 @@ def cluster_samples(
 
 
 def parts_of(heads: int, length: int, tile: int) -> int:
-    """Parts into which the queries of a head are split so that a few heads fill a card; 1 where their launches cost more."""
+    """Parts of the queries of a head with which few heads fill a card; 1 where the extra launches cost more."""
     # A launch for every iteration pays off where it saves a program several tiles.
     return min(FULL // heads, length // (4 * tile)) if 2 * heads <= FULL and length >= 16 * tile else 1
 
@@ -176,20 +177,20 @@ def _empty_order(
 def sort_queries(
     groups: Tensor, tokens: Tensor | None, counts: Tensor, clusters: Tensor, most: int
 ) -> tuple[Tensor, Tensor]:
-    """Sort the real queries of each head by cluster, and those of a cluster by their order.
+    """Sort the real queries of each head by cluster, stably.
 
     Args:
         groups: What `cluster_samples` returned, [B, H, L] int32.
-        tokens: And all others: as there.
+        tokens: This and all others as there.
 
     Returns:
-        Places of the real queries in their sample, [B, H, L] int32, what stands behind them has no meaning; and how
-        many stand before each cluster, the last number being that of all, [B, H, most + 1] int32.
+        Positions of the real queries in their sample, [B, H, L] int32, undefined after the last one; and the number of
+        queries before each cluster, the last entry being that of all, [B, H, most + 1] int32.
     """
     batch, heads, length = groups.shape
     order, begins = _empty_order(groups, tokens, counts, clusters, most)
     if most == length:
-        # No sample has fewer clusters than queries.
+        # Each query is a cluster.
         place = torch.arange(length, dtype=torch.int32, device=groups.device)
         order.copy_(place if tokens is None else tokens[:, None])
         shown = torch.where(clusters > 0, counts, 0).int()[:, None, None]

@@ -1,16 +1,16 @@
-"""Kernels of the clustering: signs of hashes, k-means of rows of +-1 by products of int8, and places of a counting sort."""
+"""Kernels of the clustering: hash signs, k-means on rows of +-1 by products of int8, and a counting sort."""
 
 from __future__ import annotations
 
 from approx_kernels.gpu.language import jit, tl
 
-# Lengths that differ must not make kernels that differ.
+# Kernels are not specialised on lengths, so that other lengths compile none.
 LENGTHS = ("H", "L", "most", "bits", "iterations", "step", "stride", "parts")
 
 
 @jit
 def sample_counts(Counts, Clusters, item, H):
-    """Real queries and clusters of the sample that a head belongs to; none where the sample is left out."""
+    """Numbers of real queries and of clusters in a head's sample; 0 where the sample is skipped."""
     clusters = tl.load(Clusters + item // H).to(tl.int32)
     count = tl.load(Counts + item // H).to(tl.int32)
     return tl.where(clusters > 0, count, 0), clusters
@@ -18,7 +18,7 @@ def sample_counts(Counts, Clusters, item, H):
 
 @jit
 def real_places(Tokens, item, H, L, row, count):
-    """Where the real queries of these numbers stand in their sample."""
+    """The positions of the real queries of these numbers in their sample."""
     if Tokens is None:
         return row
     else:
@@ -44,7 +44,7 @@ def hash_kernel(
     WIDTH: tl.constexpr,
     BM: tl.constexpr,
 ):
-    """Sides of the planes on which BM real queries of a head lie, as +-1, then a 1, then zeros."""
+    """The sides of the planes on which BM real queries of a head are, as +-1, then a 1, then zeros."""
     tiles = tl.cdiv(L, BM)
     item, first = tl.program_id(0) // tiles, tl.program_id(0) % tiles * BM
     count, _ = sample_counts(Counts, Clusters, item, H)
@@ -59,7 +59,7 @@ def hash_kernel(
         size = begin + tl.arange(0, STRETCH)
         q = tl.load(Q + place[:, None] * q_n + size[None, :], mask=(row < count)[:, None], other=0.0)
         normals = tl.load(Planes + bit[None, :] * (D + 1) + size[:, None], mask=(bit < bits)[None, :], other=0.0)
-        # Tensor cores in three parts err as float32 does; 16-bit queries lose nothing in the first.
+        # Products in three parts on tensor cores are as exact as float32; 16-bit queries need only the first part.
         heights = tl.dot(q.to(tl.float32), normals.to(tl.float32), heights, input_precision="tf32x3")
     sign = tl.where(heights > bias[None, :], 1, -1)
     sign = tl.where((bit < bits)[None, :], sign, tl.where(bit == bits, 1, 0)[None, :])
@@ -75,7 +75,7 @@ def _rows(Bits, row, wanted, WIDTH: tl.constexpr):
 
 @jit
 def _first_centroids(Bits, Draws, count, clusters, WIDE_C: tl.constexpr, WIDTH: tl.constexpr):
-    """One query of each of C equal stretches."""
+    """One query from each of C equal ranges."""
     c = tl.arange(0, WIDE_C).to(tl.int64)
     low, high = c * count // clusters, (c + 1) * count // clusters
     draw = tl.load(Draws + c, mask=c < clusters, other=0)
@@ -84,11 +84,11 @@ def _first_centroids(Bits, Draws, count, clusters, WIDE_C: tl.constexpr, WIDTH: 
 
 @jit
 def _moved(Bits, Draws, sums, old, count, clusters, bits, step, stride, WIDE_C: tl.constexpr, WIDTH: tl.constexpr):
-    """Majorities of the members of each cluster, a new query where there are none, and whether any centroid has moved."""
+    """The majority bits of each cluster's members, a new query for an empty one, and whether any centroid moved."""
     c = tl.arange(0, WIDE_C)
     members = tl.sum(tl.where((tl.arange(0, WIDTH) == bits)[None, :], sums, 0), 1)
     empty = (members == 0) & (c < clusters)
-    # Sums are whole numbers, so adding the old bit once to the doubled sum decides exactly the ties.
+    # Sums are integers, so adding the old bit to the doubled sum decides ties and nothing else.
     twice = 2 * sums + old.to(tl.int32)
     new = ((twice > 0).to(tl.int32) - (twice < 0).to(tl.int32)).to(tl.int8)
     draw = tl.load(Draws + c, mask=empty, other=0)
@@ -102,15 +102,15 @@ def _moved(Bits, Draws, sums, old, count, clusters, bits, step, stride, WIDE_C: 
 def _assign(
     Bits, Groups, centroids, sums, first, count, clusters, WIDE_C: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr
 ):
-    """Put BN queries into the cluster that shares most bits with each, and add them to its sums."""
+    """Assign each of BN queries to the cluster that shares most bits with it, and add it to the cluster's sums."""
     row, c = first + tl.arange(0, BN), tl.arange(0, WIDE_C)
     x = _rows(Bits, row, row < count, WIDTH)
     shared = tl.dot(x, tl.trans(centroids), out_dtype=tl.int32)
-    # One maximum holds both the most bits and the lowest cluster among equals.
+    # One maximum finds both the most bits and, among ties, the lowest cluster.
     key = tl.where((c < clusters)[None, :], shared * WIDE_C + (WIDE_C - 1 - c)[None, :], -(2**30))
     best = tl.max(key, 1)
     tl.store(Groups + row, WIDE_C - 1 - (best & (WIDE_C - 1)), mask=row < count)  # pyright: ignore[reportOperatorIssue]  # a maximum is a tensor
-    # Rows behind the last are zeros and add nothing.
+    # Rows after the last one are zeros and add nothing.
     own = (key == best[:, None]).to(tl.int8)  # pyright: ignore[reportCallIssue, reportArgumentType]  # as above
     return tl.dot(tl.trans(own), x, sums, out_dtype=tl.int32)
 
@@ -171,9 +171,9 @@ def sweep_kernel(
     WIDTH: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """One iteration for one of several parts of a head, where heads are too few to fill a card.
+    """One iteration for one part of a head, where heads are too few to fill a card.
 
-    Each program moves the centroids by the sums of the iteration before; the first of a head keeps them for the next.
+    Each program computes the centroids from the sums of the previous iteration; the first one of a head stores them.
     """
     item, part = tl.program_id(0) // parts, tl.program_id(0) % parts
     count, clusters = sample_counts(Counts, Clusters, item, H)
@@ -210,9 +210,9 @@ def sweep_kernel(
         sums = tl.zeros([WIDE_C, WIDTH], tl.int32)
         for first in range(part * BN, count, parts * BN):  # pyright: ignore[reportArgumentType]  # a tile is a number
             sums = _assign(Bits, Groups, centroids, sums, first, count, clusters, WIDE_C, WIDTH, BN)
-        # Whole numbers: the order of their additions does not show.
+        # Sums of integers do not depend on the order of additions.
         tl.atomic_add(Sums + here, sums)
-    # Kept last: before the sweep, Triton 3.6 spills.
+    # Stored last: before the sweep, Triton 3.6 would spill.
     if part == 0:
         tl.store(Centroids + here, centroids)
         tl.store(Changed + step * items + item, changed)
@@ -220,7 +220,7 @@ def sweep_kernel(
 
 @jit(do_not_specialize=LENGTHS)
 def count_kernel(Groups, Counts, Clusters, Members, H, L, most, WIDE_C: tl.constexpr, BN: tl.constexpr):
-    """How many of BN queries of a head are in each cluster."""
+    """Count how many of BN queries of a head are in each cluster."""
     tiles = tl.cdiv(L, BN)
     item, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     count, _ = sample_counts(Counts, Clusters, item, H)
@@ -232,7 +232,7 @@ def count_kernel(Groups, Counts, Clusters, Members, H, L, most, WIDE_C: tl.const
 
 @jit(do_not_specialize=LENGTHS)
 def place_kernel(Groups, Tokens, Counts, Clusters, Begins, Order, H, L, most, WIDE_C: tl.constexpr, BN: tl.constexpr):
-    """Put BN queries of a head behind those of lower clusters and those of their own that stand before them."""
+    """Counting sort: write each of BN queries of a head at its cluster's offset."""
     tiles = tl.cdiv(L, BN)
     item, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     count, _ = sample_counts(Counts, Clusters, item, H)

@@ -25,7 +25,7 @@ def fastest_attention(
     dropout: float = 0.0,
     impl: str = "auto",
 ) -> Tensor:
-    """`exact_attention` in a way that is fast for inputs of this kind (device, dtype, length, few, causal, padded, training).
+    """`exact_attention` in a fast way for inputs of this kind (device, dtype, length, few, causal, padded, training).
 
     Calls measure nothing. If `approx doctor --probe` ran on this machine, the fastest way it measured is used;
     otherwise compiled C for long inputs on CPUs with AVX-512, as in the table `DEFAULTS` in `choice.py`, and PyTorch's
@@ -73,7 +73,7 @@ def layer_attention(
     scale: float,
     dropout: float = 0.0,
 ) -> Tensor:
-    """`fastest_attention` of a layer without a mechanism; in a graph as one operator, since only that looks up the fastest way."""
+    """`fastest_attention` of a layer without a mechanism; in a graph one operator, which looks up the fastest way."""
     if exact_is_one_operator(q, scale, dropout):
         # The scale may be symbolic, which text cannot hold; one operator implies the default scale.
         text = _described(q.shape[1], q.shape[3], causal, q.shape[3] ** -0.5)

@@ -30,7 +30,7 @@ def flash_attention(
     dropout: float = 0.0,
     impl: str = "auto",
 ) -> Tensor:
-    """Softmax attention by an installed FlashAttention or the flash kernels, otherwise by PyTorch's fused kernels, in O(L S D).
+    """Softmax attention by an installed FlashAttention, the flash kernels or PyTorch's fused kernels, in O(L S D).
 
     FlashAttention-4 and -3 run on all inputs that they take; see `library_obstacle`. The flash kernels skip padding.
 
@@ -88,7 +88,7 @@ def flash(
     both: bool = True,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention within a window or a list of blocks, `softmax(s_ij + log C_ij + log m(i, j)) v`, and its log-sum-exps.
+    """Softmax attention in a window or list of blocks, `softmax(s_ij + log C_ij + log m(i, j)) v`, and log-sum-exps.
 
     The query at position p = S - L + i sees the keys from p - left to p + right, both inclusive, or those listed in
     `blocks`, C times. Time and memory grow with the tiles that hold such a pair. A query without keys gives 0 and -inf.

@@ -1,4 +1,4 @@
-"""FlashAttention-4 and -3 of their authors, where they are installed: they beat our kernels on the inputs that they take."""
+"""FlashAttention-4 and -3, where they are installed: they beat our kernels on the inputs that they take."""
 
 import functools
 import importlib

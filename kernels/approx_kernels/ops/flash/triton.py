@@ -1,4 +1,4 @@
-"""The flash kernels as two operators, and how they are cut for what they are given."""
+"""The flash kernels as two operators, and their configurations."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from approx_kernels.ops.flash.triton_forward import flash_forward_kernel
 from approx_kernels.runtime.custom_op import custom_op
 from approx_kernels.tokens import empty_gradients, empty_rows, sharing, summed
 
-# As far as a window reaches that has no end.
+# The reach of a window without an end.
 ENDLESS = 2**30
 
-# By what they are given, see `kind`: the default, and what asks for less where that may be too much. Bounded are inputs
-# with bounds of samples, or with largest scores apart, which take registers; most kinds have enough of them.
+# By kind of input, see `kind`: the default, then configurations that need less. `bounded` are inputs with bounds of
+# samples, or with largest scores apart, which take registers; most kinds have enough of them.
 FORWARD = {
     "small": (cut(4, 3, BM=64, BN=64), cut(4, 2, BM=64, BN=32)),
     "narrow": (cut(8, 3, BM=128, BN=64), cut(8, 2, BM=64, BN=64)),
@@ -58,12 +58,12 @@ KEYS = {
 
 
 def list_tile(q: Tensor, v: Tensor) -> int:
-    """Queries and keys of the tiles of a block list, for inputs of that dtype and head size."""
+    """The numbers of queries and keys in a tile of a block list, for inputs of this dtype and head size."""
     return FORWARD[kind(q, v, None, True)][0].tiles["BM"]
 
 
 def kind(q: Tensor, v: Tensor, spans: Tensor | None, listed: bool) -> str:
-    """Which of the configurations are for these inputs."""
+    """Key of the configurations for these inputs."""
     size = max(q.shape[3], v.shape[3])
     wide = size > 64
     if q.dtype == torch.float32 or listed or spans is not None:
@@ -96,13 +96,13 @@ def _fake_forward(
 def _pairs(
     q_shape: Sequence[int], k_shape: Sequence[int], blocks: Sequence[Sequence[int]], left: int, right: int
 ) -> int:
-    """Pairs of one head of one sample that are computed, before anything is masked."""
+    """Pairs of one head of one sample that are computed, without any mask of keys."""
     length, keys = q_shape[2], k_shape[2]
     if blocks:
         heads, entries = blocks[0][0], blocks[1][0]
         tile = 32 if blocks[0][1] > -(-length // 64) else 64
         return min(entries // heads * tile * tile, length * keys)
-    # The triangle of keys beyond a side is not reached: [L, S] less what lies left and right of the window.
+    # [L, S] less the triangles of keys left and right of the window.
     before, after = max(keys - 1 - left, 0), max(keys - 1 - right, 0)
     return max(length * keys - before * (before + 1) // 2 - after * (after + 1) // 2, length)
 
@@ -142,7 +142,7 @@ def _flops_backward(
     *others: Any,
     out_shape: Any = None,
 ) -> int:
-    # Scores and the gradients of weights twice, then one product for each of dq, dk and dv.
+    # Two products each for scores and gradients of weights, and one each for dq, dk and dv.
     return 2 * q[0] * q[1] * _pairs(q, k, blocks, left, right) * (4 * q[3] + 3 * v[3])
 
 
@@ -157,7 +157,8 @@ def _gradients(ctx: Any, grad: Tensor, grad_lse: Tensor, grad_total: Tensor, _: 
     q, k, v, bounds, key_mask, spans, *blocks, out, lse, total, place = ctx.saved_tensors
     less = None
     if ctx.apart:
-        # The sum is exp(lse - largest): what it gives to all scores of a query, it takes from the largest.
+        # The sum is exp(lse - largest), so its gradient is added to all scores of a query and subtracted from the
+        # largest.
         less = grad_total * total
         grad_lse = grad_lse + less
     dq, dk, dv, dspans = flash_backward(
@@ -190,17 +191,17 @@ def flash_forward(
         q: [B, H, L, D], the last dimension contiguous, as in k and v.
         k: [B, G, S, D], where H is a multiple of G.
         v: [B, G, S, E].
-        bounds: [N, 5] int32: rows of the queries and of the keys of each sample, from and to, and whether keys among
-            them are masked; None where they are all of both.
+        bounds: [N, 5] int32: the ranges of rows of the queries and of the keys of each sample, and whether some of
+            these keys are masked; None for all rows.
         key_mask: [B, S] uint8, 1 at real keys; None when no bounds say that some are masked.
         spans: [H] float32, the spans of `adaptive_span_attention`.
         blocks: The tensors of a `BlockList`; empty for a window.
         left: Keys seen before the own position.
         right: Keys seen after it.
-        ramp: Of the spans, in tokens.
+        ramp: Ramp of the spans, in tokens.
         scale: Factor of the scores.
-        longest: 0, or the rows of the longest of N samples that lie one behind the other where B = 1.
-        apart: Whether the largest score of each query is wanted apart from the sum.
+        longest: 0, or the length of the longest of N samples that are packed one after the other, where B = 1.
+        apart: Whether to return the largest score of each query separately from the sum.
 
     Returns:
         [B, H, L, E] in the dtype of q, and the log-sum-exp of the scores of each query, [B, H, L] float32; with `apart`
@@ -268,14 +269,14 @@ def flash_backward(
     scale: float,
     longest: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launch the backward kernels: gradients of q, of k and v for each query head, and of spans, each sum in one order always.
+    """Launch the backward kernels: gradients of q, of k and v for each query head, and of spans, in a fixed order.
 
     Args:
         grad: Gradient of the outputs.
         grad_lse: Gradient of the log-sum-exps.
-        less: What the score at `place` has less of a gradient, [B, H, L] float32, or None.
-        out: What `flash_forward` returned, as `lse` and `place`.
-        q: And all others: as for `flash_forward`.
+        less: Subtracted from the gradient of the score at `place`, [B, H, L] float32, or None.
+        out: Returned by `flash_forward`, as are `lse` and `place`.
+        q: This and all others as for `flash_forward`.
     """
     dq, dk, dv, dspans = _fake_backward(grad, grad_lse, less, out, lse, place, q, k, v)
     grad = grad if grad.stride(3) == 1 else grad.contiguous()
@@ -289,7 +290,7 @@ def flash_backward(
     def parts(tiles: Mapping[str, int]) -> dict[str, int]:
         return {"PARTS": list_tile(q, v) // tiles["BM"] if blocks else 1}
 
-    # The first of them says what the second needs to know of each query.
+    # The first kernel stores for each query what the second one reads.
     rows = longest or q.shape[2]
     launch(
         flash_queries_kernel,
@@ -346,7 +347,7 @@ def _programs(q: Tensor, bounds: Tensor | None, longest: int, rows: int, tile: i
 
 
 def _lists(blocks: Sequence[Tensor], first: int) -> Sequence[Tensor | None]:
-    """Rows, columns, tiles and bits of a block list, from its first tensor on by query, from the fourth by key."""
+    """Rows, columns, tiles and bits of a block list: by query from its first tensor on, by key from its fourth."""
     return (*blocks[first : first + 3], blocks[6].view(torch.int32)) if blocks else (None,) * 4
 
 
@@ -362,7 +363,7 @@ def _shared(
     packed: int,
     longest: int,
 ) -> dict[str, Any]:
-    """What all kernels are told."""
+    """Arguments shared by all kernels."""
     return {
         "rows_h": blocks[0].stride(0) if blocks and blocks[0].shape[0] > 1 else 0,
         "H": q.shape[1],

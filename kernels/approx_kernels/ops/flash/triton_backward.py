@@ -1,4 +1,4 @@
-"""The flash kernels, backward: weights are computed again, once for the queries and once for the keys and values."""
+"""The backward flash kernels: weights are recomputed, once for the queries and once for the keys and values."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ def flash_queries_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Gradients of BM queries, of the span where these see, and what the kernel for the keys wants to know of them.
+    """Gradients of BM queries and of their span, and what the kernel for the keys reads of these queries.
 
-    The queries of a tile of a list pass in PARTS of BM.
+    The queries of a tile of a block list are processed in PARTS of BM.
     """
     tiles = tl.cdiv(longest, BM)
     tile = tiles - 1 - tl.program_id(0) % tiles
@@ -177,7 +177,7 @@ def flash_queries_kernel(
         )
         pairs = pairs & real_keys(column, k_begin, k_end, KeyMask)[None, :]
         if Rows is not None and Bounds is None:
-            # Without what follows from the log-sum-exps anyway, Triton 3.6 has no registers left.
+            # Only here, since other rows have weight 0 by their log-sum-exps, and Triton 3.6 has no registers left.
             pairs = pairs & ((row >= q_begin) & (row < q_end))[:, None]
         k = load_rows(K, block * BN, k_n, k_begin, k_end, D, WIDE_D, BN, True)
         v = load_rows(V, block * BN, v_n, k_begin, k_end, E, WIDE_E, BN, True)
@@ -192,7 +192,8 @@ def flash_queries_kernel(
             share = mass(row[:, None], column[None, :], shift, span, ramp)
             p = tl.exp2(with_mass(s, pairs, share) - lse[:, None])
             ds = p * (tl.dot(grad, tl.trans(v), input_precision=PRECISION) - delta[:, None])
-            # The mask rises with the span where it is neither 0 nor held at 1; at the very edge of 1 it does.
+            # The mask grows with the span where it is above 0 and not clipped to 1; at the very edge of 1 it still
+            # grows.
             rising = pairs & (share > 0) & (tl.abs(column[None, :] - row[:, None] - shift) >= span)
             dspan += tl.sum(tl.where(rising, ds / (tl.maximum(share, 1.2e-38) * ramp), 0.0), 1)
         if Place is not None:
@@ -262,9 +263,9 @@ def flash_keys_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Gradients of BN keys and values; weights are held with the keys as rows, as the products want them.
+    """Gradients of BN keys and values; weights have keys as rows, as the products need them.
 
-    The queries of a tile of a list pass in PARTS of BM.
+    The queries of a tile of a block list are processed in PARTS of BM.
     """
     tiles = tl.cdiv(longest, BN)
     tile = tl.program_id(0) % tiles
@@ -289,8 +290,8 @@ def flash_keys_kernel(
     dk = tl.zeros([BN, WIDE_D], tl.float32)
     dv = tl.zeros([BN, WIDE_E], tl.float32)
 
-    # A key is seen from where it would itself see, were left and right exchanged. Keys that are none do as the others,
-    # for what they are given is theirs alone.
+    # A key is seen from where it would itself see if left and right were exchanged. Out-of-range keys are computed too;
+    # their gradients are never stored.
     begin, end, whole, after = walk(
         Bounds,
         Rows,
@@ -321,7 +322,7 @@ def flash_keys_kernel(
         ds = p * (tl.dot(v, tl.trans(grad), input_precision=PRECISION) - delta[None, :])
         if Place is not None:
             at = line + block * BM + tl.arange(0, BM)
-            # Not as a tile of its own, mostly zeros, for which Triton 3.6 has no registers left.
+            # Not as a separate tile of mostly zeros, for which Triton 3.6 has no registers left.
             ds = tl.where(column[:, None] == tl.load(Place + at)[None, :], ds - tl.load(Less + at)[None, :], ds)
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
 

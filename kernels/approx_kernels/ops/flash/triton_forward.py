@@ -1,4 +1,4 @@
-"""The flash kernel, forward: one tile of queries against one tile of keys after another."""
+"""The forward flash kernel: a tile of queries attends to one tile of keys after another."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from approx_kernels.ops.flash.triton_tiles import (
     with_mass,
 )
 
-# Lengths that differ must not make kernels that differ; `shared` may, for where it is 1 nothing is divided.
+# Kernels are not specialised on lengths, so that other lengths compile none; on `shared` they are, since nothing is
+# divided where it is 1.
 LENGTHS = ("H", "L", "S", "longest", "shift", "left", "right", "ramp", "rows_h")
 
 
@@ -81,9 +82,9 @@ def flash_forward_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Outputs and log-sum-exps of BM queries of one head of one sample; with Place also sums relative to the largest score."""
+    """Outputs and log-sum-exps of BM queries of a head of a sample; with Place also sums relative to the largest."""
     tiles = tl.cdiv(longest, BM)
-    # Under a causal mask the last queries have most to do, so they begin.
+    # Under a causal mask the last queries have the most work, so they start first.
     tile = tiles - 1 - tl.program_id(0) % tiles
     sample, head = tl.program_id(0) // tiles // H, tl.program_id(0) // tiles % H
     q_begin, q_end, k_begin, k_end, holes = stretch(Bounds, sample, L, S)
@@ -158,7 +159,7 @@ def flash_forward_kernel(
             tl.arange(0, BN)[None, :],
             Rows is None,
         )
-        # A list has no pair behind the last key.
+        # A list has no pair beyond the last key.
         if Rows is None or Bounds is not None:
             pairs = pairs & real_keys(column, k_begin, k_end, KeyMask)[None, :]
         k = load_rows(K, block * BN, k_n, k_begin, k_end, D, WIDE_D, BN, True)
@@ -174,7 +175,7 @@ def flash_forward_kernel(
             place = tl.where(tl.max(s, 1) > top, block * BN + tl.argmax(s, 1), place)
         total, top, out = _fold(s, v, total, top, out, PRECISION)
 
-    # Queries that are padding have met keys like all others.
+    # Padded queries have attended to keys like all others.
     seen = (row >= q_begin) & (row < q_end) & (total > 0)
     out = tl.where(seen[:, None], out / tl.where(seen, total, 1.0)[:, None], 0.0)
     lse = tl.where(seen, (top + tl.log2(tl.where(seen, total, 1.0))) * 0.6931471805599453, float("-inf"))

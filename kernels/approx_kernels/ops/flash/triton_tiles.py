@@ -1,4 +1,4 @@
-"""What the flash kernels do with one tile of queries and keys: where it lies, which of its pairs count, what they weigh."""
+"""One tile of queries and keys in the flash kernels: where it is, which of its pairs count, and their scores."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ def load_rows(
 
 @jit
 def again(start, turn):
-    """`start`, for rows that every turn of a loop is to read again: that turns are not below 0 the compiler does not know.
+    """`start`, for rows that every iteration reads again: the compiler does not know that iterations are not negative.
 
-    Products of float32 hold whole rows in registers. Rows that all turns share would stay there for all the loop.
+    Products of float32 hold whole rows in registers. Rows that all iterations share would stay there for the whole
+    loop.
     """
     return tl.minimum(start, start + turn)
 
@@ -40,7 +41,7 @@ def store_rows(base, start, stride, end, x, SIZE: tl.constexpr, WIDTH: tl.conste
 
 @jit
 def stretch(Bounds, sample, L, S):
-    """First and last row of queries and of keys of a sample, and whether keys between them are masked."""
+    """The ranges of rows of the queries and of the keys of a sample, and whether some of these keys are masked."""
     if Bounds is None:
         return 0, L, 0, S, 0
     else:
@@ -71,9 +72,9 @@ def window(Spans, head, left, right, ramp):
 def walk(
     Bounds, Rows, Columns, at, low, high, left, right, whole_left, whole_right, begin, end, parted, TILE: tl.constexpr
 ):
-    """Tiles that rows at low to high meet: from, to; and those of them, unless `parted`, of which they see all: from, to.
+    """The range of tiles that rows from low to high meet, and the range of those that they see whole, unless `parted`.
 
-    A list says which they are, from `at` on; otherwise they lie in [begin, end), and in a window about each row.
+    A list has the tiles, from `at` on; otherwise they are in [begin, end), and in a window around each row.
     """
     if Rows is None:
         first, last = tl.maximum(begin, low - left), tl.minimum(end, high + right + 1)
@@ -87,7 +88,7 @@ def walk(
         start = whole
         if Bounds is not None:
             past = tl.where(low <= high, past, start)
-            # A list says that the pattern holds all pairs of a tile, not that the sample has its rows; tiles ascend.
+            # A list says that the pattern has all pairs of a tile, not that the sample has its rows; its tiles ascend.
             some = after > whole
             lowest = tl.load(Columns + whole, mask=some, other=0)
             highest = tl.load(Columns + after - 1, mask=some, other=0)
@@ -108,8 +109,8 @@ def real_keys(column, begin, end, KeyMask):
 
 @jit
 def shown(row, column, shift, left, right, Bits, tile, place, bit, BANDED: tl.constexpr):
-    """Which pairs of a tile count, were all rows real; `row` and `column` lie along different axes, so do `place` and `bit`,
-    their places in it.
+    """Which pairs of a tile count if all rows are real; `row` and `column` run along different axes, as do `place` and
+    `bit`, their positions in the tile.
     """
     if BANDED:
         away = column - row - shift
@@ -131,6 +132,6 @@ def mass(row, column, shift, span, ramp):
 @jit
 def with_mass(s, pairs, share):
     """Scores, as logarithms to the base 2, with those of the mask added; -inf where a pair does not count."""
-    # A normal float32: Triton 3.6 makes a smaller constant a float64, and all that it meets.
+    # A normal float32: Triton 3.6 makes a smaller constant a float64, and all results with it.
     weight = tl.log2(tl.maximum(share, 1.2e-38))
     return tl.where(pairs & (share > 0), s + weight, float("-inf"))

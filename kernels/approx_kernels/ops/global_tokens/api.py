@@ -129,7 +129,7 @@ def _tiles(
     causal: bool,
     scale: float,
 ) -> Tensor:
-    """The window and the tokens as one list of blocks for the flash kernels; real keys are at the front."""
+    """The window and the tokens as one list of blocks for the flash kernels; real keys come first."""
 
     def pairs(i: Tensor, j: Tensor) -> Tensor:
         chosen = torch.tensor(tokens, dtype=torch.long, device=i.device)

@@ -1,4 +1,4 @@
-"""Softmax attention of blocks of queries to lists of keys, in C: the common form of windows, blocks and chosen tokens."""
+"""Softmax attention of blocks of queries to lists of keys, in C: all windows, blocks and chosen tokens use it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -31,7 +31,7 @@ def obstacle(*tensors: Tensor) -> str | None:
 
 
 def cut(begin: int, end: int, most: int = WINDOW_ROWS) -> list[int]:
-    """First queries of blocks of similar size, in whole strips except for the last, at most `most`, from begin to end."""
+    """First queries of blocks of similar size from begin to end, at most `most`, whole strips except the last."""
     count = -(-(end - begin) // most)
     return [*range(begin, end, -(-(end - begin) // (count * _STRIP)) * _STRIP)] if count else []
 

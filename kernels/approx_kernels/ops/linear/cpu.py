@@ -1,4 +1,4 @@
-"""Attention by features on a CPU, forward and backward in C: one pass over queries, keys and values, with sums in float32."""
+"""Attention by features on a CPU, both ways in C: one pass over queries, keys and values, sums in float32."""
 
 from typing import Any
 
@@ -70,7 +70,8 @@ def linear_continue(
     offsets: Tensor | None = None,
     floor: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Like `linear_batch`, causal, after keys whose sums are [B, G, F, E + 1], float32; adds the new keys to them in place.
+    """As `linear_batch`, causal, after keys whose sums are [B, G, F, E + 1] float32; adds the new keys to them in
+    place.
 
     With L > S the first L - S queries see only the earlier keys. For the map `exp` sums are relative to exponentials of
     the tops, [B, G, F], float32, which are overwritten likewise.

@@ -13,7 +13,7 @@ from approx_kernels.tokens import empty_rows, sharing, summed
 
 
 def map_features(x: Tensor, weight: Tensor | None, feature_map: str, scale: float) -> Tensor:
-    """`features` of x times a scale, with products in float32, in the dtype of x; G heads of keys for H heads with maps."""
+    """`features` of x times a scale in the dtype of x, with products in float32; G heads of keys for H with maps."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     return _map(x, None if weight is None else weight.float().contiguous(), feature_map, scale)
 

@@ -1,4 +1,4 @@
-"""The kernels of linear attention as operators, and how they are cut for what they are given."""
+"""The kernels of linear attention as operators, and their configurations."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from approx_kernels.ops.linear.triton_scan import linear_scan_kernel, linear_sum
 from approx_kernels.runtime.custom_op import custom_op
 from approx_kernels.tokens import empty_gradients, empty_rows
 
-# Programs that fill a large card; few heads are cut into as many segments, of no fewer rows than this.
+# Programs that fill a large card; few heads are split into segments to get this many, each of at least this many rows.
 PROGRAMS = 264
 SEGMENTS = 16
 LEAST = 256
 
 
-# By what they are given, see `kind`: the default, and what asks for less where that may be too much. One alone is the
-# smallest tile that there is.
+# By kind of input, see `kind`: the default, then configurations that need less. A single one is the smallest possible
+# tile.
 SUMS = {
     "bfloat16": (cut(8, 2, BT=64), cut(8, 1, BT=32)),
     "bfloat16, wide": (cut(8, 2, BT=64), cut(8, 1, BT=32)),
@@ -51,13 +51,13 @@ FEATURES = 128
 
 
 def kind(q: Tensor, v: Tensor) -> str:
-    """Which of the configurations are for these inputs; features that are wider than values count twice."""
+    """Key of the configurations for these inputs; features that are wider than values count twice."""
     wide = v.shape[3] > 64 or q.shape[3] > most_features(q, v) // 2
     return str(v.dtype).removeprefix("torch.") + (", wide" if wide else "")
 
 
 def most_features(q: Tensor, v: Tensor) -> int:
-    """How many features a kernel holds beside such values."""
+    """The number of features that a kernel holds together with such values."""
     return FEATURES * v.element_size() // q.element_size()
 
 
@@ -108,7 +108,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     q, k, v, key_mask, ctx.causal, _, ctx.feature_map, ctx.input_scale, _ = inputs
     ctx.save_for_backward(*output, q, k, v, key_mask)
     ctx.mark_non_differentiable(*output[2:])
-    # Hardly anybody asks for the normalisers.
+    # Normalisers rarely have gradients.
     ctx.set_materialize_grads(False)
 
 
@@ -138,14 +138,14 @@ def linear_forward(
         v: [B, H, S, E].
         key_mask: [B, S] uint8, 1 at keys that count; None when all do.
         causal: Whether query i sees only the keys up to S - L + i.
-        whole: Whether the sums over all keys are wanted, too.
+        whole: Whether to return the sums over all keys too.
         feature_map: `elu`, `relu`, or `given` when q and k are features.
         input_scale: Factor of q and k before the map.
-        eps: Added to the normaliser; where that is 0 then, the output is.
+        eps: Added to the normaliser; where the sum is 0, so is the output.
 
     Returns:
         [B, H, L, E] in the dtype of v; in float32 one over the normalisers, [B, H, L], and of each segment of keys the
-        sums of features times values, [B, H, segments, D, E], and of features; of no segment where nobody reads them.
+        sums of features times values, [B, H, segments, D, E], and of features; with no segments if unused.
     """
     out, inverse, sums, totals = _fake_forward(q, k, v, key_mask, causal, whole)
     heads = q.shape[0] * q.shape[1]
@@ -211,8 +211,8 @@ def linear_backward(
     Args:
         grad: Gradient of the outputs.
         grad_inverse: That of `inverse`, or None.
-        out: What `linear_forward` returned, as `inverse`, `sums` and `totals`.
-        q: And all others: as for `linear_forward`.
+        out: Returned by `linear_forward`, as are `inverse`, `sums` and `totals`.
+        q: This and all others as for `linear_forward`.
     """
     dq, dk, dv = _fake_backward(grad, grad_inverse, out, inverse, sums, totals, q, k, v)
     grad = grad if grad.stride(3) == 1 else grad.contiguous()
@@ -222,7 +222,7 @@ def linear_backward(
     read = 0 if causal and shape["segments"] == 1 else shape["segments"]
     query_sums, query_totals = _fake_sums(q, v, read)
     share = torch.empty_like(inverse)
-    # The first of them says what the others need to know of each query.
+    # The first kernel stores for each query what the others read.
     given = q, k, v, grad, out, key_mask, sums, totals, inverse, grad_inverse, share
     _launch_scan("dq", given, dq, causal, feature_map, input_scale, 0.0)
     if read:
@@ -260,7 +260,7 @@ def _launch_scan(
         shape["rows"], shape["segments"] = segments(heads, k.shape[2])
 
     def columns(tiles: Mapping[str, int]) -> int:
-        # No wider than what is made.
+        # No wider than the result.
         return min(tiles["BC"], power(made.shape[3]))
 
     launch(
@@ -288,6 +288,6 @@ def _shape(q: Tensor, k: Tensor, causal: bool) -> dict[str, Any]:
 
 
 def _shared(q: Tensor, v: Tensor, feature_map: str, input_scale: float) -> dict[str, Any]:
-    """What all kernels are told."""
+    """Arguments shared by all kernels."""
     products = {"NARROW": v.dtype == torch.bfloat16, "PRECISION": precision(v)}
     return {"scale": input_scale, **sizes(q, v), "MAP": feature_map, **products}

@@ -1,6 +1,6 @@
-"""Linear attention of one token after others, whose sums are overwritten."""
+"""Linear attention of one token after others, whose sums it updates in place."""
 
-# Triton's stubs take tensors for constants, and branches on constants for branches.
+# Triton's type stubs mistake tensors for constants, and branches on constants for branches at run time.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WIDE_STEP = (cut(8, 1),)
 
 
 def step_obstacle(q: Tensor, k: Tensor, state: State | None, window: int) -> str | None:
-    """Why kernels cannot go on from a state, with the remedy; None where they can."""
+    """Why kernels cannot continue from a state, with the remedy; None where they can."""
     if window:
         return f"window is {window}; they keep no keys of a window. Ask for 'auto'."
     if state is not None and k.shape[2] != 1:
@@ -58,7 +58,7 @@ def continue_by_kernels(
             outs, sums = zip(*parts, strict=True)
             return in_order(outs), {"sums": joined_sums(sums, maps)}
         if maps is not None:
-            # What each query head has learned of keys is its own; so are then the few numbers of one token.
+            # Each query head has its own learned map of keys, so the few numbers of one token are repeated.
             k, v = (x.repeat_interleave(sharing(q, x), 1) for x in (k, v))
         q, k, v, how = as_features(q, k, v, feature_map, maps, input_scale)
         q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
@@ -93,7 +93,7 @@ def linear_step(
         k: [B, G, 1, D], where H is a multiple of G.
         v: [B, G, 1, E].
         key_mask: [B, 1] uint8, 1 where the key counts; None when all do.
-        sums: Of features times values and a one, [B, G, D, E + 1], float32 and contiguous; written to.
+        sums: Sums of features times values and a one, [B, G, D, E + 1], float32 and contiguous; updated in place.
         feature_map: And the others: as for `linear_forward`.
 
     Returns:
@@ -148,7 +148,7 @@ def linear_step_kernel(
     WIDE_E: tl.constexpr,
     MAP: tl.constexpr,
 ):
-    """One token more: its key and value are added to the sums of a key head, [D, E + 1], which its queries then read."""
+    """One more token: its key and value are added to the sums of a key head, [D, E + 1], which its queries read."""
     line = tl.program_id(0)
     sample, head = tl.cast(line // G, tl.int64), tl.cast(line % G, tl.int64)
     row, column = tl.arange(0, WIDE_D), tl.arange(0, WIDE_E)

@@ -1,4 +1,4 @@
-"""Linear attention by kernels: what they can be given, and how they are called."""
+"""Linear attention by kernels: which inputs they take, and how they are called."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def linear_kernels(
     input_scale: float,
     eps: float,
 ) -> Tensor:
-    """Attend; maps that are fused are computed again in the backward pass, others are inputs of the kernels."""
+    """Attend; fused maps are recomputed in the backward pass, others are inputs of the kernels."""
     with without_autocast(q.device.type):
         q, k, v, how = as_features(q, k, v, feature_map, maps, input_scale)
         return attend(q, k, v, key_mask, causal, *how, eps)[0]
@@ -46,11 +46,11 @@ def linear_kernels(
 def as_features(
     q: Tensor, k: Tensor, v: Tensor, feature_map: str, maps: tuple[Tensor, Tensor] | None, input_scale: float
 ) -> tuple[Tensor, Tensor, Tensor, tuple[str, float]]:
-    """What the kernels take: tensors of one dtype as they are, or features where the map is not fused; and how to map them."""
+    """The inputs of the kernels: tensors of one dtype, or features where the map is not fused; and how to map them."""
     k, v = k.to(q.dtype), v.to(q.dtype)
     if feature_map in FUSED:
         return q, k, v, (feature_map, input_scale)
-    # As wide as the products inside.
+    # In the dtype of the products in the kernels.
     wide = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
     query_map, key_map = maps or (None, None)
     queries, keys = (
@@ -71,12 +71,12 @@ def attend(
     *,
     whole: bool = False,
 ) -> tuple[Tensor, ...]:
-    """What `linear_forward` returns, for any strides, any L and any number of features; the sums only where they are wanted
-    `whole`. Of queries before all keys outputs are 0, one over normalisers 1 / eps.
+    """`linear_forward` for any strides, any L and any number of features; with sums only if `whole`. For queries before
+    all keys outputs are 0, and one over normalisers is 1 / eps.
     """
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     mask = None if key_mask is None else key_mask.contiguous().view(torch.uint8)
-    # Bottom-right: with L > S the first L - S queries stand before all keys, and see none.
+    # Aligned at the last key: with L > S the first L - S queries precede all keys and see none.
     blind = max(q.shape[2] - k.shape[2], 0) if causal else 0
     most = most_features(q, v)
     parts = [
@@ -91,9 +91,9 @@ def attend(
 
 
 def _joined(parts: Sequence[tuple[Tensor, ...]], eps: float) -> tuple[Tensor, Tensor]:
-    """Outputs of all features, and one over normalisers, from those of parts: numerators and normalisers are sums over features."""
+    """Outputs and one over normalisers, from those of parts of the features: both are quotients of sums over them."""
     norms = [inverted(part[1]) for part in parts]
-    # Every part has had eps added.
+    # Every part includes eps.
     inverse = inverted(reduce(torch.add, norms) - (len(parts) - 1) * eps)
     shares = [(norm * inverse)[..., None] * part[0] for norm, part in zip(norms, parts, strict=True)]
     return reduce(torch.add, shares).to(parts[0][0].dtype), inverse

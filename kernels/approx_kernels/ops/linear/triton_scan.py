@@ -6,12 +6,12 @@ n,
     o_i = sum_j (f_i.g_j) v_j / n_i             df_i = sum_j (c_i.v_j - s_i) g_j
     dv_j = sum_i (g_j.f_i) c_i                  dg_j = sum_i (v_j.c_i - s_i) f_i
 
-are all sums of (x.y) z, over earlier rows or over later ones. Chunk by chunk pairs are computed, and a state holds the
-sum of y z before. Programs share a head: one has a segment of rows and some of the columns of z. Positions are those of
-keys; the query at position p is number p - shift.
+are all sums of (x.y) z, over earlier rows or over later ones. Pairs are computed chunk by chunk, and a state holds the
+sum of y z before the chunk. Several programs share a head: each has a segment of rows and some of the columns of z.
+Positions are those of keys; the query at position p is number p - shift.
 """
 
-# Triton's stubs take tensors for constants, and branches on constants for branches.
+# Triton's type stubs mistake tensors for constants, and branches on constants for branches at run time.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 from approx_kernels.gpu.language import jit, tl
 from approx_kernels.ops.linear.triton_tiles import factor, features, read_rows, read_sums, real, sloped, within
 
-# Lengths that differ must not make kernels that differ.
+# Kernels are not specialised on lengths, so that other lengths compile none.
 LENGTHS = ("H", "L", "S", "shift", "rows", "segments", "sums")
 
 
@@ -138,7 +138,9 @@ def linear_scan_kernel(
     BT: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """WHAT is `out`, `dq`, `dk` or `dv`: BC columns of it in one segment of one head; beside `out` 1 / n, beside `dq` s."""
+    """WHAT is `out`, `dq`, `dk` or `dv`: BC columns of it in one segment of one head; with `out` also 1 / n, with `dq`
+    also s.
+    """
     OF_QUERIES: tl.constexpr = WHAT == "out" or WHAT == "dq"
     FLIPPED: tl.constexpr = WHAT == "dq" or WHAT == "dk"
     ACROSS: tl.constexpr = WIDE_E if FLIPPED else WIDE_D
@@ -170,7 +172,7 @@ def linear_scan_kernel(
         if OF_QUERIES:
             high = low + segment
         else:
-            # Segments that lie before all queries have no sums worth reading.
+            # Segments before all queries have no sums to read.
             low += tl.maximum(segment + 1, shift // rows)
     state, total = read_sums(Sums, Totals, low, high, left, D, E, ACROSS, BC, FLIPPED)
 
@@ -215,7 +217,7 @@ def linear_scan_kernel(
                 z = factor(read_rows(V, first, v_n, inside, left, E, BC, BT), NARROW)
                 total += tl.sum(y.to(tl.float32), 0)
             if WHAT == "dq":
-                # Summed before the values are read, which hold no registers then.
+                # Summed before the values are read, so that these take no registers yet.
                 z = features(read_rows(K, first, k_n, inside, left, D, BC, BT), inside, scale, left, MAP, D, BC, NARROW)
                 total += tl.sum(z.to(tl.float32), 0)
                 y = factor(read_rows(V, first, v_n, inside, 0, E, WIDE_E, BT), NARROW)

@@ -1,6 +1,6 @@
-"""What the kernels of linear attention do with one tile: features of its rows, their slopes, and sums of other programs."""
+"""One tile in the kernels of linear attention: features of its rows, their derivatives, and sums of other programs."""
 
-# Triton's stubs take tensors for constants, and branches on constants for branches.
+# Triton's type stubs mistake tensors for constants, and branches on constants for branches at run time.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from approx_kernels.gpu.language import jit, tl
 
 @jit
 def within(inside, column, SIZE: tl.constexpr, WIDTH: tl.constexpr):
-    """Which numbers of a tile there are: those of rows inside and of columns below SIZE."""
-    # Tiles that columns fill need no mask, which takes registers.
+    """The mask of a tile: rows that are inside, and columns below SIZE."""
+    # Tiles that columns fill need no mask, which would take registers.
     if SIZE % WIDTH == 0:
         return inside[:, None]
     else:
@@ -47,7 +47,7 @@ def factor(x, NARROW: tl.constexpr):
 
 @jit
 def features(x, inside, scale, left, MAP: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, NARROW: tl.constexpr):
-    """Features of what `read_rows` gave: elu(x) + 1, relu(x), or x itself; 0 where that is."""
+    """Features of rows x from `read_rows`: elu(x) + 1, relu(x), or x itself; 0 outside the tile."""
     if MAP != "given":
         x = x.to(tl.float32) * scale
         if MAP == "elu":

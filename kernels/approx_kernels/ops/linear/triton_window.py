@@ -1,4 +1,4 @@
-"""Linear attention with a window by kernels: those of flash attention for the keys in it, those of causal sums for the others."""
+"""Linear attention with a window by kernels: flash attention for the keys in it, causal sums for the others."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def windowed_kernels(
 def _near(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, left: int, right: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The softmax over the keys from `left` before to `right` behind the own, and the sum of exp(score - largest)."""
+    """The softmax over keys from `left` before to `right` after the query, and the sum of exp(score - largest)."""
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     mask = None if key_mask is None else key_mask.contiguous().view(torch.uint8)
     bounds = stretches(key_mask, q.shape[2], False)

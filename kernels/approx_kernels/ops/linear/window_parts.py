@@ -35,7 +35,7 @@ def joined_parts(
     mix: Tensor,
     eps: float,
 ) -> Tensor:
-    """Join the softmax `near` of the keys in the window, with its sum `total`, with the sums over the others, in at least float32."""
+    """Join the softmax `near` of the window, with its sum `total`, and the sums over other keys, in float32 or more."""
     left, right = reach(window, causal)
     parts = [_before(queries, keys, values, key_mask, keys.shape[2] - left - 1, attend)]
     if not causal:

@@ -1,4 +1,4 @@
-"""LSH attention on a CPU, by lists of keys: after sorting, in C, queries that see the same stretch of a round form a block."""
+"""LSH attention on a CPU, by lists of keys: after sorting in C, queries that see the same stretch form a block."""
 
 import torch
 from torch import Tensor

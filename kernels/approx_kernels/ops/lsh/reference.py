@@ -97,7 +97,7 @@ def _pieces(x: Tensor, columns: int) -> Iterator[tuple[slice, slice, slice]]:
 
 
 def level_of(position: Tensor, cluster: int, variant: str) -> Tensor:
-    """Number of times the buckets have doubled at a position, so that each holds 1 to 2 clusters of the tokens up to it."""
+    """How often the buckets have doubled at a position, so that each holds 1 to 2 clusters of the tokens up to it."""
     bounds = cluster * 2 ** torch.arange(1, _doublings(variant) + 1, device=position.device)
     return torch.bucketize(position, bounds, right=True)
 
@@ -108,8 +108,9 @@ def finer(level: Tensor, buckets: int, variant: str) -> Tensor:
 
 
 def levels_within(level: Tensor, first: int, last: int, cluster: int, variant: str, buckets: int = 1) -> range:
-    """The levels of positions from `first` to `last`, `buckets` times as fine, without synchronising a GPU; on a CPU only
-    those that occur.
+    """Levels of positions from `first` to `last`, `buckets` times as fine, without synchronising a GPU.
+
+    On a CPU they are only those that occur.
     """
     if level.device.type == "cpu" and not unreadable(level):
         return range(int(level.min()), int(level.max()) + 1)
@@ -285,7 +286,7 @@ _LAST = torch.iinfo(torch.int64).max
 
 
 class Stretches(NamedTuple):
-    """The stretch of sorted entries that each query sees, in every round; an entry is a key in the table of one level."""
+    """The stretch of sorted entries that each query sees in every round; an entry is a key in a level's table."""
 
     rounds: list[tuple[Tensor, Tensor, Tensor]]  # entry at each rank [B, H, M]; first rank and how many [B, H, L]
     keys: Tensor  # [B, M] key of each entry

@@ -1,4 +1,4 @@
-"""Plans in the form that kernels read: for each round the keys by rank, and the queries by the start of their stretch."""
+"""Plans as kernels read them: for each round the keys by rank, and the queries by the start of their stretch."""
 
 from typing import NamedTuple
 

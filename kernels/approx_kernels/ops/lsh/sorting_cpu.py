@@ -101,7 +101,7 @@ def _no_buckets(q: Tensor, columns: Tensor, rounds: int, levels: int) -> Tensor:
 
 @custom_op(_no_buckets)
 def nearest_buckets(q: Tensor, columns: Tensor, rounds: int, levels: int) -> Tensor:
-    """Buckets of the shared variant at each level from 0 to `levels`, which is at least 1, [levels + 1, B, H, R, L] int32.
+    """Buckets of the shared variant at levels 0 to `levels`, which is at least 1, [levels + 1, B, H, R, L] int32.
 
     Args:
         q: Queries, [B, H, L, D], float32 or bfloat16, rows contiguous.

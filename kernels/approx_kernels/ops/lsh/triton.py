@@ -1,4 +1,4 @@
-"""LSH attention on a GPU: by the flash kernels where a round, once sorted, is blocks along the diagonal; or by its own."""
+"""LSH attention on a GPU: by the flash kernels where sorted rounds are blocks along the diagonal; else by its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from approx_kernels.ops.lsh.triton_rounds import lsh_forward
 
 
 def sorted_tiles(q: Tensor, k: Tensor, v: Tensor, *, projections: Tensor, cluster: int, scale: float) -> Tensor:
-    """The asymmetric variant among real tokens, each pair as often as rounds bring it together; see `cluster_plan`."""
+    """The asymmetric variant among real tokens, each pair as often as rounds join it; see `cluster_plan`."""
     length, keys = q.shape[2], k.shape[2]
     clusters = max(min(-(-max(length, keys) // cluster), length, keys), 1)
 
@@ -62,7 +62,7 @@ def round_by_round(
     own: str,
     scale: float,
 ) -> Tensor:
-    """Every form, by kernels that read tokens where they lie; padded queries give 0. See `lsh_attention`."""
+    """Every form, by kernels that gather tokens where they are; padded queries give 0. See `lsh_attention`."""
     wide = torch.promote_types(q.dtype, torch.float32)
     with torch.no_grad():
         plan = sorted_rounds(

@@ -1,4 +1,4 @@
-"""The backward kernels of LSH attention: weights are computed again, for the queries and for the keys at each rank."""
+"""The backward kernels of LSH attention: weights are recomputed, for the queries and for the keys at each rank."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def lsh_queries_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Add one round to the gradients of BM queries, and say what the kernels for the keys want to know of them."""
+    """Add one round to the gradients of BM queries, and store what the kernels for the keys read of them."""
     tiles = tl.cdiv(L, BM)
     item = tl.cast(tl.program_id(0) // tiles, tl.int64)
     batch, head, line = item // H, item % H, round * tl.cast(items, tl.int64) + item
@@ -112,7 +112,7 @@ def lsh_queries_kernel(
         weight = tl.exp2(tl.where(first, own_scores(q, key, factor, times) - lse, float("-inf")))
         dq += (weight * (products(grad, value) - delta))[:, None] * key.to(tl.float32)
 
-    # Who sees nothing has M for both, which must not draw the others along.
+    # A query that sees nothing has M for both bounds, which must not widen the range of the tile.
     for start in range(least(low), greatest(tl.where(low < M, end, 0)), BN):
         rank = start + tl.arange(0, BN)
         token = tl.load(Tokens + rank, mask=rank < M, other=0)
@@ -199,7 +199,7 @@ def lsh_keys_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Add one round to the gradients of BN entries that lie behind each other; weights are held with them as rows."""
+    """Add one round to the gradients of BN consecutive entries; weights have these as rows."""
     tiles = tl.cdiv(M, BN)
     item, tile = tl.cast(tl.program_id(0) // tiles, tl.int64), tl.program_id(0) % tiles
     batch, head, line = item // H, item % H, round * tl.cast(items, tl.int64) + item

@@ -1,4 +1,4 @@
-"""The forward kernel of LSH attention: queries that see from about the same rank on walk over the keys by rank."""
+"""The forward kernel of LSH attention: queries that see from about the same rank on iterate over the keys by rank."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def lsh_forward_kernel(
     End += item * L
     own = query + S - L
     q = gathered(Q + batch * q_b + head * q_h, query, inside, q_n, D, WIDE_D)
-    # Scores are logarithms to the base 2. A round goes on where the one before it ended.
+    # Scores are logarithms to the base 2. A round continues the softmax of the one before.
     factor, later = scale * 1.4426950408889634, slot < tl.where(round > 0, L, 0)
     top = tl.load(Lse + item * L + query, mask=later, other=float("-inf"))
     total = tl.where(top > float("-inf"), 1.0, 0.0)
@@ -92,7 +92,7 @@ def lsh_forward_kernel(
         top, total = tl.where(first, score, top), tl.where(first, 1.0, total)
         out += gathered(V, own, first, v_n, E, WIDE_E).to(tl.float32)
 
-    # Who sees nothing has M for both, which must not draw the others along.
+    # A query that sees nothing has M for both bounds, which must not widen the range of the tile.
     for start in range(least(low), greatest(tl.where(low < M, end, 0)), BN):
         rank = start + tl.arange(0, BN)
         token = tl.load(Tokens + rank, mask=rank < M, other=0)
@@ -120,7 +120,7 @@ def lsh_forward_kernel(
             ALWAYS or LAST,
         )
         new = tl.maximum(top, tl.max(s, 1))
-        # Who has seen nothing yet must not subtract infinity from infinity.
+        # A query that has seen nothing yet must not subtract infinity from infinity.
         safe = tl.where(new == float("-inf"), 0.0, new)
         p, share = tl.exp2(s - safe[:, None]), tl.exp2(top - safe)
         total, top = total * share + tl.sum(p, 1), new

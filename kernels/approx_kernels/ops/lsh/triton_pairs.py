@@ -1,10 +1,10 @@
-"""What the kernels of LSH attention do with tiles of tokens that do not lie beside each other in memory."""
+"""Tiles of tokens in the kernels of LSH attention, which are scattered in memory."""
 
 from __future__ import annotations
 
 from approx_kernels.gpu.language import jit, tl
 
-# Lengths that differ must not make kernels that differ.
+# Kernels are not specialised on lengths, so that other lengths compile none.
 LENGTHS = ("H", "L", "S", "M", "items", "round", "rounds", "times")
 
 
@@ -26,7 +26,7 @@ def scattered(X, row, inside, stride, x, SIZE: tl.constexpr, WIDTH: tl.constexpr
 
 @jit
 def real_tokens(KeyMask, token, inside):
-    """Which tokens there are, and no padding."""
+    """Which tokens exist and are not padding."""
     inside = inside & (token >= 0)
     if KeyMask is not None:
         inside = inside & (tl.load(KeyMask + token, mask=inside, other=0) != 0)
@@ -35,7 +35,7 @@ def real_tokens(KeyMask, token, inside):
 
 @jit
 def placed(Queries, Low, End, slot, L, M):
-    """The queries at some places of their order, and from where to where they see."""
+    """The queries at some places of their order, and the range of ranks that each sees."""
     query = tl.load(Queries + slot, mask=slot < L, other=0)
     return query, tl.load(Low + query, mask=slot < L, other=M), tl.load(End + query, mask=slot < L, other=0)
 
@@ -54,13 +54,13 @@ def greatest(x):
 
 @jit
 def products(x, y):
-    """One number for each row."""
+    """The product of each pair of rows."""
     return tl.sum(x.to(tl.float32) * y.to(tl.float32), 1)
 
 
 @jit
 def own_scores(q, k, factor, times):
-    """Scores of queries and their own keys, which count so many times."""
+    """Scores of queries and their own keys, which count `times` times."""
     return products(q, k) * factor + tl.log2(tl.cast(times, tl.float32))
 
 
@@ -83,7 +83,7 @@ def of_pairs(
     round,
     APART: tl.constexpr,
 ):
-    """Scores of the pairs that count in a round, -inf in place of others; ranks and queries lie along different axes."""
+    """Scores of the pairs that count in a round, -inf for others; ranks and queries run along different axes."""
     s = tl.where((rank >= low) & (rank < end), s, float("-inf"))
     if APART:
         s = tl.where(token != own, s, float("-inf"))

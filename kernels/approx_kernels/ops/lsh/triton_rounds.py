@@ -1,4 +1,4 @@
-"""LSH attention as two operators: round after round over sorted tokens, and how the kernels are cut."""
+"""LSH attention as two operators, round after round over sorted tokens, and the kernels' configurations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from approx_kernels.ops.lsh.triton_tokens import lsh_tokens, shared
 from approx_kernels.runtime.custom_op import custom_op
 from approx_kernels.tokens import empty_rows
 
-# By what they are given, see `kind`; all of them fit the smallest card.
+# By kind of input, see `kind`; all of them fit the smallest card.
 FORWARD = {
     "narrow": (cut(4, 2, BM=64, BN=64),),
     "wide": (cut(8, 2, BM=64, BN=32),),
@@ -38,19 +38,19 @@ KEYS = {
 
 
 def _times(tokens: Tensor, ranks: Tensor | None) -> int:
-    """How often an own key counts that is always seen."""
+    """How often the own key counts, where it is always seen."""
     return len(tokens) if ranks is None else 1
 
 
 def _running(x: Tensor, rows: int, size: int) -> Tensor:
-    """What rounds add to, [B, H, rows, size]."""
+    """The buffer that rounds add to, [B, H, rows, size]."""
     return x.new_empty(*x.shape[:2], rows, size, dtype=torch.float32)
 
 
 def _walk(
     q: Tensor, k: Tensor, v: Tensor, tokens: Tensor, ranks: Tensor | None, own: str, scale: float
 ) -> dict[str, Any]:
-    """What those are told that walk over ranks."""
+    """Arguments of the kernels that iterate over ranks."""
     return {
         **shared(q, k, v, own, scale),
         "M": tokens.shape[3],
@@ -102,7 +102,7 @@ def _flops_backward(
     scale: float,
     out_shape: Any = None,
 ) -> int:
-    # Scores and the gradients of weights twice, then one product for each of dq, dk and dv.
+    # Two products each for scores and gradients of weights, and one each for dq, dk and dv.
     return 2 * _pairs(plan, width) * (4 * q[3] + 3 * v[3])
 
 
@@ -132,15 +132,15 @@ def lsh_forward(
     width: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Attend, in each round, to the keys between two ranks; rounds are parts of one softmax, so no sums are kept of each.
+    """Attend, in each round, to the keys between two ranks; all rounds share one softmax.
 
     Args:
         q: Queries, [B, H, L, D], the last dimension contiguous, as in k and v.
         k: Keys, [B, H, S, D].
         v: Values, [B, H, S, E].
         key_mask: [B, S] uint8, 1 at real keys, or None; read for own keys alone.
-        plan: The tensors of `SortedRounds` but the last.
-        ranks: The last one, where a pair counts once; None where it does in every round that shows it.
+        plan: The tensors of `SortedRounds` except the last.
+        ranks: The last one, if a pair counts once; None if it counts in every round that shows it.
         own: `always` adds the key of the own token to every round, `last resort` where no round shows a key; both leave
             it out of the stretches. `as any other` does neither.
         width: Ranks that a query sees in a round, at most; for counting operations.
@@ -209,13 +209,13 @@ def lsh_backward(
     width: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, and of the keys and values of entries where others than their own queries see them.
+    """Gradients of q, and of the keys and values of entries, from all queries except their own.
 
     Args:
         grad: Gradient of the outputs.
-        out: What `lsh_forward` returned, as `lse`.
+        out: Returned by `lsh_forward`, as is `lse`.
         lse: See there.
-        q: And all others: as for `lsh_forward`.
+        q: This and all others as for `lsh_forward`.
 
     Returns:
         [B, H, L, D] in the dtype of q; of each query the sum of outputs times their gradients, [B, H, L]; and without
@@ -226,7 +226,7 @@ def lsh_backward(
     tokens, entries, queries, low, end, _ = plan
     where, told = kind(q, v), _walk(q, k, v, tokens, ranks, own, scale)
     running = _running(q, q.shape[2] if len(tokens) > 1 else 0, q.shape[3])
-    # The first of them says what the second needs to know of each query.
+    # The first kernel stores for each query what the second one reads.
     for number in range(len(tokens)):
         launch(
             lsh_queries_kernel,
@@ -252,7 +252,7 @@ def lsh_backward(
             round=number,
             **told,
         )
-    # Who sees something of a tile of ranks is found for tiles of one size.
+    # The queries that see part of a tile of ranks are found for tiles of one size.
     (one,) = KEYS[where]
     first, past = _observers(queries, low, end, tokens.shape[3], one.tiles["BN"])
     for number in range(len(tokens)):
@@ -284,7 +284,7 @@ def lsh_backward(
 
 
 def _observers(queries: Tensor, low: Tensor, end: Tensor, ranks: int, tile: int) -> tuple[Tensor, Tensor]:
-    """The queries that see something of each tile of ranks, from and to, [R, B, H, tiles] int32."""
+    """The range of queries that see part of each tile of ranks, [R, B, H, tiles] int32."""
     low, end = (x.gather(-1, queries.long()) for x in (low, end))
     begins = torch.arange(0, ranks, tile, dtype=torch.int32, device=low.device).expand(*low.shape[:3], -1)
     ends = (begins + tile).clamp(max=ranks)

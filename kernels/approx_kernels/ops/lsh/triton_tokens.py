@@ -71,7 +71,7 @@ def lsh_tokens_kernel(
     LAST: tl.constexpr,
     BT: tl.constexpr,
 ):
-    """Gradients of BT keys and values: the sum over the entries of each, and what its own query gives it."""
+    """Gradients of BT keys and values: the sum over the entries of each, plus the part of its own query."""
     tiles = tl.cdiv(S, BT)
     item = tl.cast(tl.program_id(0) // tiles, tl.int64)
     batch, head = item // H, item % H
@@ -106,7 +106,7 @@ def lsh_tokens_kernel(
 
 
 def shared(q: Tensor, k: Tensor, v: Tensor, own: str, scale: float) -> dict[str, Any]:
-    """What all kernels are told."""
+    """Arguments shared by all kernels."""
     return {
         "H": q.shape[1],
         "L": q.shape[2],
@@ -140,17 +140,17 @@ def lsh_tokens(
     own: str,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of k and v: the sums over the entries of each token, in one order always, and what its own query adds.
+    """Gradients of k and v: the sum over the entries of each token, in a fixed order, plus the part of its own query.
 
     Args:
         grad: Gradient of the outputs.
-        lse: What `lsh_forward` returned.
-        delta: What `lsh_backward` returned, as `of_keys` and `of_values`.
+        lse: Returned by `lsh_forward`.
+        delta: Returned by `lsh_backward`, as are `of_keys` and `of_values`.
         of_keys: See there.
         of_values: See there.
-        q: As for `lsh_forward`, as all that is not named here.
+        q: This and all others not named here as for `lsh_forward`.
         keys: The last tensor of the plan.
-        times: How often an own key counts that is always seen.
+        times: How often the own key counts, where it is always seen.
     """
     dk, dv = _empty_tokens(grad, lse, delta, of_keys, of_values, q, k, v)
     grad = grad if grad.stride(3) == 1 else grad.contiguous()

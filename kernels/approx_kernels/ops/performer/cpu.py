@@ -1,4 +1,4 @@
-"""Performer attention on a CPU: the compiled pass of linear attention, which computes the random features tile by tile."""
+"""Performer attention on a CPU: linear attention in C, which computes the random features tile by tile."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Performer attention in plain PyTorch: random features of queries and keys, sums over keys, and how features are drawn and fitted."""
+"""Performer attention in plain PyTorch: random features, how they are drawn and fitted, and sums over keys."""
 
 from collections.abc import Callable
 from functools import partial
@@ -438,7 +438,7 @@ class Fitted(NamedTuple):
         return cls(identity, identity.clone(), torch.zeros(heads, size), torch.zeros(heads, size))
 
     def inputs(self, q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Queries and keys in the basis of the features, so that `scale` times their products are scores minus a number per
+        """Queries and keys in the features' basis, so that `scale` times their products are scores minus a number per
         query, in the dtypes of q and k: [B, H, L, D], and for shared keys, [B, G, S, D], one copy per query head,
         [B, H, S, D].
         """

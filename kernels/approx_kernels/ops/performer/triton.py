@@ -53,7 +53,7 @@ def _flops_forward(
     (length, size), keys, values, features = q[2:], k[2], v[3], rows[-2]
     count = features * (size + values) * (length + keys)
     if causal:
-        # Features of the keys of a chunk once more, and pairs.
+        # Features of the keys of a chunk are computed again, and pairs.
         count += length * (features * size + min(keys, CHUNK[torch.bfloat16]) * (features + values))
     return 2 * q[0] * q[1] * count
 
@@ -75,7 +75,7 @@ def _flops_backward(
     out_shape: Any = None,
 ) -> int:
     (length, size), keys, values, features = q[2:], k[2], v[3], rows[-2]
-    # Features once more for each sum and for each gradient.
+    # Features are computed again for each sum and each gradient.
     count = features * (length * (3 * size + 2 * values) + keys * (3 * size + 3 * values))
     if causal:
         count += length * (2 * features * size + 3 * min(keys, CHUNK[torch.bfloat16]) * (features + values))
@@ -115,15 +115,15 @@ def performer_forward(
         offsets: Logarithms of the weights of rows per head, [H, M]; None for no weights.
         key_mask: [B, S] uint8, 1 at keys that count; None when all do.
         causal: Whether query i sees only the keys up to S - L + i.
-        whole: Whether the sums over all keys are wanted, too.
+        whole: Whether to return the sums over all keys too.
         kernel: `softmax` or `relu`.
         scale: Factor of the scores.
 
     Returns:
-        [B, H, L, E] in the dtype of q. What the backward pass asks for: the logarithms that features of queries are
-        relative to, [B, H, L], none for `relu`; one over the normalisers, [B, H, L]; and as bits which keys of a chunk
-        rise far above all before, [B, H, chunks] int64, of no chunk where nothing is relative to those. Then the state
-        of `performer_decode`, both parts, of no feature where nobody wants it.
+        [B, H, L, E] in the dtype of q. For the backward pass: the logarithms that features of queries are relative to,
+        [B, H, L], empty for `relu`; one over the normalisers, [B, H, L]; and bits of the keys of a chunk that rise far
+        above all earlier ones, [B, H, chunks] int64, empty where unused. Then the state of `performer_decode`, both
+        parts, empty unless `whole`.
     """
     out, *kept, state, top = _fake_forward(q, k, v, rows, offsets, key_mask, causal, whole, kernel)
     launches = Launches(q, k, v, rows, offsets, key_mask, causal, kernel, scale)
@@ -163,8 +163,8 @@ def performer_backward(
 
     Args:
         grad: Gradient of the outputs.
-        out: What `performer_forward` returned, as `mu`, `inverse` and `rises`.
-        q: And all others: as for `performer_forward`.
+        out: Returned by `performer_forward`, as are `mu`, `inverse` and `rises`.
+        q: This and all others as for `performer_forward`.
     """
     dq, dk, dv = _fake_backward(grad, out, mu, inverse, rises, q, k, v)
     grad = grad if grad.stride(3) == 1 else grad.contiguous()
@@ -172,7 +172,7 @@ def performer_backward(
     c, share = launches.shares(grad, out, inverse)
     sums = launches.key_sums()
     launches.query_gradients(sums, c, share, kept, dq)
-    # Sums before all chunks take more memory than the tokens; only their tops are needed again.
+    # The sums before chunks take more memory than the tokens; only their tops are still needed.
     tops, sums = sums[2], None
     launches.key_gradients(launches.query_sums(tops, c, mu, share), tops, c, kept, share, dk, dv)
     return dq, dk, dv

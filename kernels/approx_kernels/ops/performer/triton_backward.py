@@ -7,7 +7,7 @@ With c gradients of outputs over normalisers, s = c.o, and psi and phi features 
 What features are relative to cancels, so it has no gradient.
 """
 
-# Triton's stubs take tensors for constants, and branches on constants for branches.
+# Triton's type stubs mistake tensors for constants, and branches on constants for branches at run time.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ def performer_keys_kernel(
     BM: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """WHAT is `dk` or `dv`: BC columns of it for BT keys of one head: from the sums over queries behind them, and CAUSAL from those beside them."""
+    """BC columns of `dk` or `dv`, see WHAT, of BT keys: from sums over later queries and, if CAUSAL, their chunk."""
     begin = tl.program_id(1) * BC
     chunk, line = tl.program_id(0) % segments, tl.cast(tl.program_id(0) // segments, tl.int64)
     place = tl.arange(0, BT)
@@ -273,10 +273,10 @@ def performer_keys_kernel(
         if MAP == "softmax":
             # Where there is no query, features are 0.
             mu = tl.load(Mu + line * L + own, mask=asked, other=-LOWEST)
-            # In chunks before all queries nobody asked.
+            # Chunks before the first query have no gradient.
             bits = tl.load(Rises + line * (segments - skipped) + chunk - skipped, mask=chunk >= skipped, other=0)
         Q += line // H * q_b + line % H * q_h
-        # By key and query.
+        # Indexed by key and query.
         pairs = tl.zeros([BT, BT], tl.float32)
         together = place[:, None] <= place[None, :]
         if WHAT == "dk":
@@ -304,7 +304,7 @@ def performer_keys_kernel(
             if CAUSAL:
                 if MAP == "softmax":
                     later = read_tops(Tops + M, feature, M, LOWEST)
-            # Queries of later chunks count once, however often those of this one are looked at.
+            # Queries of later chunks count once, however often those of this one are read.
             g = key_features(logs, later, there & (first == 0), MAP, FLOOR, RISE)
             if WHAT == "dv":
                 state = read_rows(Sums, left, E, feature < M, begin, E, BC, BM)

@@ -1,4 +1,4 @@
-"""Performer attention by kernels: what they can be given, and how they are called."""
+"""Performer attention by kernels: which inputs they take, and how they are called."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def performer_prompt(
     kernel: str,
     scale: float,
 ) -> tuple[Tensor, State]:
-    """Attend causally to the first keys; also the state that they leave, see `performer_decode`."""
+    """Attend causally to the first keys, and return the state after them; see `performer_decode`."""
     out, _, _, _, sums, top = _attend(q, k, v, key_mask, projection, offsets, kernel, True, scale, whole=True)
     return out, {"top": top, "sums": sums} if kernel == "softmax" else {"sums": sums}
 
@@ -80,7 +80,7 @@ def _attend(
     with without_autocast(q.device.type):
         q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k.to(q.dtype), v.to(q.dtype)))
         mask = None if key_mask is None else key_mask.contiguous().view(torch.uint8)
-        # Bottom-right: with L > S the first L - S queries stand before all keys, and see none.
+        # Aligned at the last key: with L > S the first L - S queries precede all keys and see none.
         blind = max(q.shape[2] - k.shape[2], 0) if causal else 0
         out, *others = performer_forward(q[:, :, blind:], k, v, projection, offsets, mask, causal, whole, kernel, scale)
         return F.pad(out, (0, 0, blind, 0)) if blind else out, *others

@@ -1,4 +1,4 @@
-"""How the kernels of Performer attention are cut for what they are given, and launched."""
+"""Configurations and launches of the kernels of Performer attention."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from approx_kernels.ops.performer.triton_sums import performer_carry_kernel, per
 
 # Tokens of a causal chunk, by dtype: inside it pairs are computed, from chunk to chunk a state is carried.
 CHUNK = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 32}
-# Features that fill a program when segments are counted.
+# Features of a program, for counting segments.
 _TOGETHER = 64
 LOWEST = lowest(torch.float32)
 
 
-# By dtype, and where heads of more than 64 have their own, see `_cuts`. None asks for more shared memory than
-# any card has.
+# By dtype, and for heads of more than 64 where these have their own, see `_cuts`. All fit the shared memory of every
+# card.
 SUMS = {
     "bfloat16": (cut(8, 2, BT=64, BM=64),),
     "float16": (cut(8, 1, BT=64, BM=32),),
@@ -35,7 +35,7 @@ SUMS = {
 }
 SHARES = (cut(4, 1, BT=32),)
 CARRY = (cut(4, 2, BM=16),)
-# Those of outputs and of each gradient, where the rows of a tile are those of a chunk, and where they are any.
+# For outputs and for each gradient: where a tile is a chunk, and where it has any rows.
 CAUSAL = {
     "bfloat16": (cut(4, 1, BT=64, BM=16, BC=64),),
     "float16": (cut(4, 1, BT=64, BM=16, BC=64),),
@@ -54,9 +54,9 @@ PARALLEL = {
 class Launches:
     """The kernels on one set of inputs, which are those of `performer_forward`.
 
-    Sums are float32: of features times values [B, H, slots, M, E], of features [B, H, slots, M], and beside those of
-    keys the tops that they are relative to, [B, H, slots, M], None for the relu kernel. Causal, a slot is what stands
-    before a chunk, or behind it where queries are summed, and a last one all; otherwise the last one alone is read.
+    Sums are float32: of features times values [B, H, slots, M, E], of features [B, H, slots, M], and with those of keys
+    the tops that they are relative to, [B, H, slots, M], None for the relu kernel. If causal, a slot has the sums
+    before a chunk, or after it for queries, and the last one has those of all; otherwise only the last one is read.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Launches:
         self.causal, self.kernel, self.root = causal, kernel, scale**0.5
         self.projection, self.features, self.heads = rows.float(), rows.shape[-2], q.shape[0] * q.shape[1]
         self.offsets = None if offsets is None else offsets.float().contiguous()
-        # What 16 bits round away from the rows follows them.
+        # The rounding errors of rows in 16 bits follow the rows.
         near = rows.to(q.dtype)
         self.rows = (
             near if q.dtype == torch.float32 else torch.cat([near, (self.projection - near.float()).to(q.dtype)], -2)
@@ -153,7 +153,7 @@ class Launches:
         kept: Sequence[Tensor],
         dq: Tensor,
     ) -> None:
-        """Write the gradients of queries, from what `shares` returned."""
+        """Write the gradients of queries, from the results of `shares`."""
         mu, _, rises = kept
         given = self.q, self.k, self.v, c, self.rows, self.offsets, self.key_mask, *key_sums, mu, rises, share, dq
         self._write(performer_dq_kernel, self.q, self.skipped, given, key_sums[0], dq)
@@ -188,7 +188,7 @@ class Launches:
         totals: Tensor,
         shift: int,
     ) -> None:
-        """Write sums over each segment of rows x, which are keys and then write their tops, or queries with a `share`."""
+        """Write sums over each segment of rows x: of keys, with their tops, or of queries, with a `share`."""
         rows, count = self._segments(x)
         launch(
             performer_sums_kernel,
@@ -239,7 +239,7 @@ class Launches:
         )
 
     def _first_logs(self) -> Tensor:
-        """Logarithms of the first real key, [B, H, M]: all that every query with a key is sure to have seen."""
+        """Logarithms of the first real key, [B, H, M]: the only one that every query with a key has surely seen."""
         first = self.k[:, :, 0]
         if self.key_mask is not None:
             place = self.key_mask.argmax(1)[:, None, None, None].expand(-1, self.k.shape[1], 1, self.k.shape[3])
@@ -257,7 +257,7 @@ class Launches:
         return segments(self.heads * -(-self.features // _TOGETHER), x.shape[2])
 
     def empty_sums(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Room for the sums over queries or keys."""
+        """Buffers for the sums over queries or keys."""
         _, count = self._segments(x)
         slots = count + (self.causal or count > 1)
         return empty(self.q, slots, self.features, self.v.shape[3]), empty(self.q, slots, self.features)
@@ -265,7 +265,7 @@ class Launches:
     def _write(
         self, kernel: Any, x: Tensor, skipped: int, given: Sequence[Any], sums: Tensor, made: Tensor, **others: Any
     ) -> None:
-        """Launch what writes `made` for tiles of the rows x; causal ones are chunks, of which the first are skipped."""
+        """Launch the kernel that writes `made` for tiles of rows x; if causal these are chunks, the first skipped."""
 
         def count(tiles: Mapping[str, int]) -> int:
             return self._segments(x)[1] - skipped if self.causal else -(-x.shape[2] // tiles["BT"])
@@ -303,5 +303,5 @@ def chunks_of(q: Tensor, k: Tensor) -> tuple[int, int]:
 
 
 def empty(q: Tensor, *shape: int) -> Tensor:
-    """Room for [B, H, ...] numbers of float32."""
+    """A float32 buffer, [B, H, ...]."""
     return q.new_empty(*q.shape[:2], *shape, dtype=torch.float32)

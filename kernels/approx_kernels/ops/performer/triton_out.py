@@ -1,6 +1,6 @@
 """The kernel of the outputs of Performer attention."""
 
-# Triton's stubs take tensors for constants, and branches on constants for branches.
+# Triton's type stubs mistake tensors for constants, and branches on constants for branches at run time.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ def performer_out_kernel(
     BM: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """BC columns of BT outputs of one head, with what their features are relative to, and 1 / n.
+    """BC columns of BT outputs of one head, the logarithms that their features are relative to, and 1 / n.
 
-    CAUSAL they stand at the positions of one chunk of keys: sums hold the keys before it, and those in it are paired
-    with the queries. A query may not know how large later keys are. So features of keys are relative to the tops, which
-    earlier chunks had. From a key on that rises more than RISE above them in one feature, it raises them, and queries
-    from it on are computed again; in `Rises`, [G, chunks], the bits of such keys are set.
+    If CAUSAL, they are at the positions of one chunk of keys: sums hold the keys before it, and those in it are paired
+    with the queries. A query must not depend on later keys, so features of keys are relative to the tops of earlier
+    chunks. A key that rises more than RISE above them in one feature raises them, and queries from it on are computed
+    again; `Rises`, [G, chunks], has the bits of such keys.
     """
     chunk, line = tl.program_id(0) % segments + skipped, tl.cast(tl.program_id(0) // segments, tl.int64)
     place = tl.arange(0, BT)

@@ -1,4 +1,4 @@
-"""The kernels that sum features times values over keys, or times gradients over queries, and carry sums from chunk to chunk.
+"""The kernels that sum features times values over keys, or times gradients over queries, and scan over chunks.
 
 With tops T_c of each feature, the largest logarithm among the keys before chunk c and the first real key,
 
@@ -9,7 +9,7 @@ where S_c are the sums of the keys of chunk c, and Q_c those of its queries, whi
 exceeds 1.
 """
 
-# Triton's stubs take tensors for constants, and branches on constants for branches.
+# Triton's type stubs mistake tensors for constants, and branches on constants for branches at run time.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def performer_sums_kernel(
     BT: tl.constexpr,
     BM: tl.constexpr,
 ):
-    """BM features of one segment of keys, relative to their largest there; with Share of queries, relative to the tops."""
+    """BM features of a segment of keys, relative to their largest; with Share of queries, relative to the tops."""
     segment, line = tl.program_id(0) % segments, tl.cast(tl.program_id(0) // segments, tl.int64)
     left = tl.program_id(1) * BM
     feature = left + tl.arange(0, BM)
@@ -139,9 +139,9 @@ def performer_carry_kernel(
     LOWEST: tl.constexpr,
     BM: tl.constexpr,
 ):
-    """From sums of segments those of all segments before each, BACK behind each, in their places; behind all the last one.
+    """Turn sums of segments into sums of all segments before each, after each if BACK, in place; the last one has all.
 
-    Only the last is written where nothing is CAUSAL. First, [G, M], are the logarithms that tops begin with.
+    Only the last one is written unless CAUSAL. First, [G, M], has the logarithms that tops begin with.
     """
     line, left = tl.cast(tl.program_id(0), tl.int64), tl.program_id(1) * BM
     feature = left + tl.arange(0, BM)
@@ -169,7 +169,7 @@ def performer_carry_kernel(
             else:
                 here = read_tops(Tops + each * M, feature, M, LOWEST)
                 if CAUSAL:
-                    # Every warp has read what stands here before one of them replaces it.
+                    # Every warp must read this before any of them overwrites it.
                     tl.debug_barrier()
                     tl.store(Tops + each * M + feature, top, mask=known)
                 raised = tl.maximum(top, here)

@@ -1,6 +1,6 @@
 """Tiles of the kernels of Performer attention: logarithms of random features, the features, and the state."""
 
-# Triton's stubs take tensors for constants, and branches on constants for branches.
+# Triton's type stubs mistake tensors for constants, and branches on constants for branches at run time.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from approx_kernels.gpu.language import jit, tl
 from approx_kernels.ops.linear.triton_tiles import factor, read_rows
 
-# Lengths that differ must not make kernels that differ.
+# Kernels are not specialised on lengths, so that other lengths compile none.
 LENGTHS = ("H", "L", "S", "M", "shift", "rows", "segments", "slots", "tops", "skipped")
 
 
@@ -30,7 +30,7 @@ def inner(
     XS: tl.constexpr,
     YS: tl.constexpr,
 ):
-    """Add to `made`, [XS, YS], the products of rows of X and rows of Y; as factors as they are where NARROW is None."""
+    """Add the products of rows of X and rows of Y to `made`, [XS, YS]; NARROW is the dtype of factors, or None."""
     # Operands of all columns would take all registers; a loop that is not unrolled holds one slice of them.
     FULL: tl.constexpr = X.dtype.element_ty == tl.float32 if NARROW is None else not NARROW
     SLICE: tl.constexpr = min(WIDE, (16 if PRECISION == "ieee" else 32) if FULL else 64)
@@ -52,7 +52,7 @@ def dots(
     made = tl.zeros([BT, BM], tl.float32)
     made = inner(made, X, start, x_n, there, Rows, left, D, known, D, WIDE_D, None, "ieee", BT, BM)
     if X.dtype.element_ty != tl.float32:
-        # What 16 bits round away from w lies behind it: an exponent is to be right to 1e-3, however large it is.
+        # The rounding errors of w in 16 bits follow it: exponents must be right to 1e-3, however large they are.
         made = inner(made, X, start, x_n, there, Rows, left + M, D, known, D, WIDE_D, None, "ieee", BT, BM)
     return made * root
 
@@ -79,7 +79,7 @@ def read_tops(Tops, feature, M, LOWEST: tl.constexpr):
 
 @jit
 def weighed(heights, Offsets, feature, M):
-    """Logarithms of features of queries with those of the weights of their rows, where rows have weights."""
+    """Logarithms of features of queries, plus those of the weights of rows if there are any."""
     if Offsets is None:
         return heights
     else:
@@ -95,14 +95,14 @@ def query_features(heights, top, mu, there, MAP: tl.constexpr, FLOOR: tl.constex
 
 @jit
 def key_features(logs, top, there, MAP: tl.constexpr, FLOOR: tl.constexpr, RISE: tl.constexpr):
-    """Features of keys, [n, BM], from their logarithms: relative to the tops, above which they count as exp(RISE) at most."""
+    """Features of keys, [n, BM], from their logarithms: relative to the tops, at most exp(RISE) times as large."""
     f = tl.exp(tl.minimum(logs - top[None, :], RISE)) if MAP == "softmax" else tl.maximum(logs, 0.0) + FLOOR
     return tl.where(there, f, 0.0)
 
 
 @jit
 def raised_tops(top, logs, inside, bits, first, ROWS: tl.constexpr):
-    """The tops of the queries of a chunk from `first` on: those of all keys that rose above earlier tops up to there."""
+    """The tops of the queries of a chunk from `first` on: of all keys that rose above earlier tops up to there."""
     if first > 0:
         place = tl.arange(0, ROWS)
         risen = (((bits >> place.to(tl.int64)) & 1) > 0) & (place <= first) & inside
@@ -112,7 +112,7 @@ def raised_tops(top, logs, inside, bits, first, ROWS: tl.constexpr):
 
 @jit
 def next_rise(bits, first, ROWS: tl.constexpr):
-    """The next key behind `first` whose bit is set, or the end of the chunk."""
+    """The next key after `first` whose bit is set, or the end of the chunk."""
     place = tl.arange(0, ROWS)
     behind = (((bits >> place.to(tl.int64)) & 1) > 0) & (place > first)
     return tl.min(tl.where(behind, place, ROWS), 0)
@@ -130,7 +130,7 @@ def read_state(Sums, Totals, left, begin, M, E: tl.constexpr, WIDTH: tl.constexp
 
 @jit
 def write_state(Sums, Totals, state, total, left, M, E: tl.constexpr, WIDE_E: tl.constexpr, BM: tl.constexpr):
-    """Put sums where `read_state` finds them, all values."""
+    """Write sums, for all values, where `read_state` reads them."""
     feature, column = left + tl.arange(0, BM), tl.arange(0, WIDE_E)
     known = feature < M
     at = Sums + tl.cast(left, tl.int64) * E + tl.arange(0, BM)[:, None] * E + column[None, :]

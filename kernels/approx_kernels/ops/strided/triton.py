@@ -1,4 +1,4 @@
-"""Strided attention by the flash kernels: a window, and columns that are dense once the sequence is laid out in rows of l."""
+"""Strided attention by the flash kernels: a window, and columns that are dense in a layout with rows of l."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def strided_tiles(
     step: int | None,
     scale: float,
 ) -> Tensor:
-    """One step, or both under one softmax, joined by their log-sum-exps; real keys are at the front."""
+    """One step, or both under one softmax, joined by their log-sum-exps; real keys come first."""
     keys = k.shape[2]
     stride = min(stride, keys)
     near = None
@@ -32,7 +32,7 @@ def strided_tiles(
             return near[0]
     before = (keys - q.shape[2]) % stride
     columns = _columns(q, stride, before), _columns(k, stride, 0), _columns(v, stride, 0)
-    # Cells behind the last key; a causal query stands before them anyway.
+    # Cells after the last key; a causal query precedes them anyway.
     if key_mask is None and not causal and keys % stride:
         key_mask = k.new_ones(k.shape[0], keys, dtype=torch.bool)
     real = None if key_mask is None else _cells(key_mask, stride)
@@ -48,7 +48,7 @@ def strided_tiles(
 
 
 def _columns(x: Tensor, stride: int, before: int) -> Tensor:
-    """[B, H, n, D] as l columns after `before` tokens of nothing, [B l, H, rows, D]."""
+    """[B, H, n, D] as l columns after `before` empty tokens, [B l, H, rows, D]."""
     rows = -(-(before + x.shape[2]) // stride)
     grid = F.pad(x, (0, 0, before, rows * stride - before - x.shape[2])).unflatten(2, (rows, stride))
     return grid.permute(0, 3, 1, 2, 4).flatten(0, 1)

@@ -39,7 +39,7 @@ def summary_attention(
 
 
 def side_and_step(inside: Inside, step: int | None) -> tuple[Inside, int | None]:
-    """Which side a step sees, and its number there: with `both`, steps 1 and 2 are those of the past, 3 and 4 of the future."""
+    """The side that a step sees, and its number there: with `both`, steps 1 and 2 are of the past, 3 and 4 future."""
     if inside != "both" or step is None:
         return inside, step
     return ("past", step) if step < 3 else ("future", step - 2)

@@ -22,9 +22,7 @@ def summary_tiles(
     step: int | None,
     scale: float,
 ) -> Tensor:
-    """The own block of each query, and beside it the summaries of the others in tiles that hold nothing else; real
-    keys are at the front.
-    """
+    """Attention to each query's block, and to the summaries of the others in separate tiles; real keys come first."""
     length, keys = q.shape[2], k.shape[2]
     pattern = ("summaries", stride, summary, inside, causal, step)
 
@@ -48,5 +46,5 @@ def summary_tiles(
         k, v = (torch.cat([x, x.index_select(2, columns)], 2) for x in (k, v))
     real = None if key_mask is None else torch.cat([key_mask, key_mask.index_select(1, columns)], 1)
     out = listed_attention(q, k, v, (pattern, keys), pairs, key_mask=real, scale=scale, first=keys - length)[0]
-    # Beside summaries there are more keys than queries, whose mask this is then not taken for.
+    # With summaries there are more keys than queries, so this is not taken for a mask of queries.
     return out if key_mask is None else out.masked_fill(~key_mask[:, None, keys - length :, None], 0.0)

@@ -1,4 +1,4 @@
-"""Exact top-k attention on a GPU as two operators: which keys each query keeps is found once, and is what is saved."""
+"""Exact top-k attention on a GPU as two operators: the keys of each query are found once and saved."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from approx_kernels.tokens import empty_gradients, empty_rows
 def topk_gathered(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, topk: int, causal: bool, scale: float
 ) -> Tensor:
-    """Attend; see `topk_attention`. Nothing waits for the device."""
+    """Attend without waiting for the device; see `topk_attention`."""
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k.to(q.dtype), v.to(q.dtype)))
     mask = None if key_mask is None else key_mask.contiguous().view(torch.uint8)
     return topk_forward(q, k, v, mask, min(topk, k.shape[2]), causal, scale)[0]
 
 
 def _pairs(q: Sequence[int], k: Sequence[int], causal: bool) -> int:
-    """Pairs of a query and a key that it sees, were no key masked."""
+    """Pairs of a query and a key that it sees if no key is masked."""
     seen = min(q[2], k[2])
     return q[0] * q[1] * (seen * k[2] - seen * (seen - 1) // 2 if causal else q[2] * k[2])
 
@@ -40,7 +40,7 @@ def _flops(q: Any, k: Any, v: Any, key_mask: Any, kept: int, causal: bool, scale
 def _flops_backward(
     grad: Any, lse: Any, top: Any, q: Any, k: Any, v: Any, causal: bool, scale: float, out_shape: Any = None
 ) -> int:
-    # Scores and the gradients of weights for what is kept and for all pairs, then a product for each of dq, dk and dv.
+    # Scores and gradients of weights for kept keys and for all pairs, then one product each for dq, dk and dv.
     kept = q[0] * q[1] * q[2] * top[3]
     return 2 * (kept * (2 * q[3] + v[3]) + _pairs(q, k, causal) * 2 * (q[3] + v[3]))
 
@@ -71,9 +71,8 @@ def topk_forward(
         scale: Factor of the scores.
 
     Returns:
-        [B, H, L, E] in the dtype of q, 0 for a query without keys; the log-sum-exp of the scores that it keeps to the
-        base 2, [B, H, L] float32, -inf without keys; and whose they are in rising order, [B, H, L, K] int32, -1 behind
-        them.
+        [B, H, L, E] in the dtype of q, 0 for a query without keys; the log-sum-exp of the scores that it keeps, to the
+        base 2, [B, H, L] float32, -inf without keys; and their keys in ascending order, [B, H, L, K] int32, then -1.
     """
     out, lse, top = _empty(q, k, v, key_mask, kept)
     best, launches = lse.new_empty(top.shape), Launches(q, k, v, kept, causal, scale)
@@ -92,13 +91,13 @@ def _empty_gradients(
 def topk_backward(
     grad: Tensor, lse: Tensor, top: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, each sum in one order always.
+    """Gradients of q, k and v, each sum in a fixed order.
 
     Args:
         grad: Gradient of the outputs.
-        lse: What `topk_forward` returned, as `top`.
+        lse: Returned by `topk_forward`, as is `top`.
         top: See there.
-        q: And all others: as for `topk_forward`.
+        q: This and all others as for `topk_forward`.
     """
     dq, dk, dv = _empty_gradients(grad, lse, top, q, k, v)
     grad = grad if grad.stride(3) == 1 else grad.contiguous()

@@ -1,11 +1,11 @@
-"""Kernels that choose: scores of some queries in float32, and of each row of them the largest, exactly K, to the last bit."""
+"""Kernels that choose keys: scores of some queries in float32, and exactly the K largest of each row."""
 
 from __future__ import annotations
 
 from approx_kernels.gpu.language import jit, tl
 from approx_kernels.ops.flash.triton_tiles import load_rows
 
-# Lengths that differ must not make kernels that differ.
+# Kernels are not specialised on lengths, so that other lengths compile none.
 LENGTHS = ("H", "L", "S", "first", "rows", "shift", "kept", "words")
 
 
@@ -34,7 +34,7 @@ def score_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Scores of BN keys at BM of the queries from `first` on; nothing where none of them sees one of the keys."""
+    """Scores of BN keys at BM of the queries from `first` on; nothing is written if no query sees any of the keys."""
     columns, tiles = tl.cdiv(S, BN), tl.cdiv(rows, BM)
     item = tl.cast(tl.program_id(0) // columns // tiles, tl.int64)
     start, begin = tl.program_id(0) // columns % tiles * BM, tl.program_id(0) % columns * BN
@@ -50,13 +50,13 @@ def score_kernel(
 
 @jit
 def _turned(x):
-    """From the bits of numbers to whole numbers in their order, and back."""
+    """Map the bits of floats to integers in the same order, and back."""
     return x ^ ((x >> 31) & 0x7FFFFFFF)
 
 
 @jit
 def _ranked(Scores, KeyMask, begin, until, SIZE: tl.constexpr):
-    """Whole numbers in the order of the scores, those that are no numbers above all; the least there is for keys not allowed."""
+    """Map floats to order-preserving int32: NaN highest, masked keys lowest."""
     key = begin + tl.arange(0, SIZE)
     allowed = key < until
     if KeyMask is not None:
@@ -74,7 +74,7 @@ def _count(x):
 
 @jit
 def _reach(Scores, KeyMask, held, until, least, BS: tl.constexpr, BW: tl.constexpr):
-    """How many of a row are no less; the first are held in registers, of a longer row the others are read again."""
+    """Count entries >= threshold; the first tile stays in registers, later tiles are reloaded."""
     reached = _count(held >= least)
     for begin in range(BS, until, BW):
         reached += _count(_ranked(Scores, KeyMask, begin, until, BW) >= least)
@@ -85,7 +85,7 @@ def _reach(Scores, KeyMask, held, until, least, BS: tl.constexpr, BW: tl.constex
 def select_kernel(
     Scores, KeyMask, Top, Best, pitch, H, L, S, first, rows, shift, kept, BS: tl.constexpr, BW: tl.constexpr
 ):
-    """The largest scores of one query and whose they are, in the order of the keys; -1 behind them. Of equal ones the last."""
+    """The largest scores of one query and their keys in ascending order, then -1; among ties the last keys."""
     item, row = tl.cast(tl.program_id(0) // rows, tl.int64), tl.program_id(0) % rows
     until = tl.minimum(first + row + shift + 1, S)
     Scores += (item * rows + row) * pitch
@@ -95,7 +95,7 @@ def select_kernel(
         KeyMask += item // H * S
     held, lowest = _ranked(Scores, KeyMask, 0, until, BS), tl.full([], -(2**31), tl.int32)
     reach, least, bit = _reach(Scores, KeyMask, held, until, lowest + 1, BS, BW), lowest, 31
-    # Bit by bit the largest number that K reach, until no more than those do.
+    # Find, bit by bit, the largest threshold that K entries reach, until exactly K do.
     while (reach > kept) & (bit >= 0):
         higher = least ^ (tl.full([], 1, tl.int32) << bit)
         reached = _reach(Scores, KeyMask, held, until, higher, BS, BW)

@@ -1,4 +1,4 @@
-"""Kernels of attention to the keys that each query keeps: what a query needs is gathered, what a key needs is masked by bits."""
+"""Kernels of attention to the keys that each query keeps: gathered for each query, masked by bits for each key."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def attend_kernel(
         key = tl.load(Top + line * kept + place, mask=place < kept, other=-1)
         s = tl.load(Best + line * kept + place, mask=key >= 0, other=float("-inf")) * 1.4426950408889634
         new = tl.maximum(top, tl.max(s, 0))
-        # Who keeps nothing must not subtract infinity from infinity.
+        # A query that keeps nothing must not subtract infinity from infinity.
         safe = tl.where(new == float("-inf"), 0.0, new)
         p, share = tl.exp2(s - safe), tl.exp2(top - safe)
         total, top = total * share + tl.sum(p, 0), new
@@ -86,7 +86,7 @@ def queries_kernel(
     WIDE_E: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """The gradient of one query, and its output times the gradient of that."""
+    """The gradient of one query, and the product of its output and the output's gradient."""
     line = tl.cast(tl.program_id(0), tl.int64)
     item, row, size, value = line // L, line % L, tl.arange(0, WIDE_D), tl.arange(0, WIDE_E)
     K += item // H * k_b + item % H * k_h
@@ -96,8 +96,8 @@ def queries_kernel(
     at = dOut + item // H * g_b + item % H * g_h + row * g_n + value
     grad = tl.load(at, mask=value < E, other=0.0).to(tl.float32)
     lse, factor = tl.load(Lse + line), scale * 1.4426950408889634
-    # With weights p and changes c: the sum of p c k, less that of p c times that of p k. Far from 0 scores round so
-    # that the weights do not sum to 1, and all that is left is the difference.
+    # With weights p and changes c: the sum of p c k, less that of p c times that of p k. Large scores are rounded, so
+    # weights do not sum to exactly 1, and this difference remains.
     total, delta = tl.zeros([BK], tl.float32), tl.zeros([BK], tl.float32)
     changed, mean = tl.zeros([WIDE_D], tl.float32), tl.zeros([WIDE_D], tl.float32)
     for begin in range(0, kept, BK):
@@ -122,7 +122,7 @@ def queries_kernel(
 
 @jit(do_not_specialize=LENGTHS)
 def bits_kernel(Top, Bits, kept, words, BW: tl.constexpr, BK: tl.constexpr):
-    """BW words of one query, each of which says of 32 keys whether it keeps them."""
+    """BW words of one query, each with a bit for 32 keys that says whether it keeps them."""
     tiles = tl.cdiv(words, BW)
     line = tl.cast(tl.program_id(0) // tiles, tl.int64)
     word = tl.program_id(0) % tiles * BW + tl.arange(0, BW)
@@ -131,7 +131,7 @@ def bits_kernel(Top, Bits, kept, words, BW: tl.constexpr, BK: tl.constexpr):
         place = begin + tl.arange(0, BK)
         key = tl.load(Top + line * kept + place, mask=place < kept, other=-1)
         own = (tl.full([BK], 1, tl.int32) << (key & 31))[:, None]
-        # Each bit is there once at most, so a sum is their union.
+        # Each bit occurs at most once, so the sum is their union.
         bits += tl.sum(tl.where((key >> 5)[:, None] == word[None, :], own, 0), 0)
     tl.store(Bits + line * words + word, bits, mask=word < words)
 
@@ -179,7 +179,7 @@ def keys_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Gradients of BN keys and values, 32 or 64; weights are held with the keys as rows, as the products want them."""
+    """Gradients of BN keys and values, 32 or 64; weights have keys as rows, as the products need them."""
     tiles = tl.cdiv(S, BN)
     item, first = tl.cast(tl.program_id(0) // tiles, tl.int64), tl.program_id(0) % tiles * BN
     Q += item // H * q_b + item % H * q_h
@@ -205,7 +205,7 @@ def keys_kernel(
         p = tl.where(chosen, tl.exp2(s - lse[None, :]), 0.0)
         dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=PRECISION)
         change = tl.dot(v, tl.trans(grad), input_precision=PRECISION) - delta[None, :]
-        # What nobody chose may be no number.
+        # Unselected entries may be NaN.
         ds = tl.where(chosen, p * change, 0.0)
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     store_rows(dK + item // H * dk_b + item % H * dk_h, first, dk_n, S, dk * scale, D, WIDE_D, BN)

@@ -1,4 +1,4 @@
-"""How the kernels of exact top-k attention are launched, and cut for what they are given."""
+"""Launches and configurations of the kernels of exact top-k attention."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from approx_kernels.ops.flash.triton import ENDLESS
 from approx_kernels.ops.topk.triton_choice import score_kernel, select_kernel
 from approx_kernels.ops.topk.triton_kept import attend_kernel, bits_kernel, keys_kernel, queries_kernel
 
-# Scores that exist at a time: about what a card's cache holds.
+# Scores computed at a time: about what a card's cache holds.
 _SCORES = 2**24
 
-# By what they are given, see `kind`; all of them fit the smallest card.
+# By kind of input, see `kind`; all of them fit the smallest card.
 SCORES = {
     "narrow": (cut(8, 1, BM=64, BN=64),),
     "wide": (cut(8, 1, BM=64, BN=64),),
@@ -27,7 +27,7 @@ KEYS = {
     "float32": (cut(8, 1, BM=16, BN=32),),
     "float32 wide": (cut(8, 1, BM=16, BN=32),),
 }
-# One query each, of which many are beside each other on a card.
+# A program has one query; many of them run at once.
 KEPT = {
     "narrow": (cut(2, 1, BK=32),),
     "wide": (cut(4, 1, BK=32),),
@@ -35,7 +35,7 @@ KEPT = {
     "float32 wide": (cut(4, 1, BK=32),),
 }
 BITS = (cut(2, 1, BW=32, BK=32),)
-# Scores of a row that stay in registers, all of them but for more keys than the last has.
+# Scores of a row that stay in registers: all, unless there are more keys than the last entry says.
 SELECT = {
     1024: (cut(2, 1, BS=1024, BW=256),),
     4096: (cut(8, 1, BS=4096, BW=1024),),
@@ -44,7 +44,7 @@ SELECT = {
 
 
 class Launches:
-    """The kernels of one forward or backward pass; what they are given is described in `topk_forward`."""
+    """The kernels of one forward or backward pass; `topk_forward` describes the arguments."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, kept: int, causal: bool, scale: float) -> None:
         batch, heads, length, size = q.shape
@@ -61,9 +61,9 @@ class Launches:
         self._precise: dict[str, Any] = {"PRECISION": precision(q)}
 
     def choose(self, key_mask: Tensor | None, top: Tensor, best: Tensor) -> None:
-        """Write the largest scores of each query and whose they are, for some queries of all heads after others."""
+        """Write the largest scores of each query and their keys, for some queries of all heads at a time."""
         length, keys = self._pairs["L"], self._pairs["S"]
-        # Rows begin where wide loads may.
+        # Rows are aligned for wide loads.
         pitch = -(-keys // 16) * 16
         most = min(max(_SCORES // (self.heads * pitch) // 64 * 64, 16), length)
         memory = best.new_empty(self.heads * most * pitch)
@@ -74,7 +74,7 @@ class Launches:
             self.select(scores, first, key_mask, top, best)
 
     def scores(self, scores: Tensor, first: int) -> None:
-        """Those of the queries from `first` on, [B H, rows, S or a few more]."""
+        """Scores of the queries from `first` on, [B H, rows, S or a few more]."""
         rows, keys = scores.shape[1], self._pairs["S"]
         launch(
             score_kernel,
@@ -94,7 +94,7 @@ class Launches:
         )
 
     def select(self, scores: Tensor, first: int, key_mask: Tensor | None, top: Tensor, best: Tensor) -> None:
-        """The largest of these."""
+        """The largest of these scores."""
         rows, keys = scores.shape[1], self._pairs["S"]
         held = next((most for most in SELECT if keys <= most), max(SELECT))
         launch(
@@ -113,7 +113,7 @@ class Launches:
         )
 
     def outputs(self, top: Tensor, best: Tensor, out: Tensor, lse: Tensor) -> None:
-        """Outputs, and log-sum-exps of what is kept."""
+        """Outputs, and log-sum-exps of the kept scores."""
         launch(
             attend_kernel,
             (lse.numel(),),
@@ -129,7 +129,7 @@ class Launches:
         )
 
     def query_gradients(self, grad: Tensor, top: Tensor, lse: Tensor, delta: Tensor, dq: Tensor) -> None:
-        """Those of the queries, and of each its output times the gradient of that."""
+        """Gradients of the queries, and for each the product of its output and the output's gradient."""
         given = self.q, self.k, self.v, grad
         launch(
             queries_kernel,
@@ -164,7 +164,7 @@ class Launches:
         return bits
 
     def key_gradients(self, grad: Tensor, lse: Tensor, delta: Tensor, bits: Tensor, dk: Tensor, dv: Tensor) -> None:
-        """Those of the keys and values."""
+        """Gradients of the keys and values."""
         given = self.q, self.k, self.v, grad
         launch(
             keys_kernel,

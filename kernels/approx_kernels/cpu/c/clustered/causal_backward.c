@@ -114,8 +114,8 @@ static void absorb(const head *x, int64_t boundary) {
     }
 }
 
-/* What comes back to one query, and through it, from its centroid's list and the rest. `sum` and `along` are sums of its
-   exponentials and of these times the gradients of weights; those of its own chunk are in them already. */
+/* What comes back to one query, and through it, from its centroid's list and the rest. `sum` and `along` are sums of
+   its exponentials and of these times the gradients of weights; those of its own chunk are in them already. */
 static void through_past(const head *x, int64_t boundary, int64_t at, const float *query, const float *given, draw of,
                          float *sum, float *along, float *dq) {
     const problem *p = &x->all->all;

@@ -6,9 +6,9 @@
 /* Keys that meet all centroids at once, and centroids for which keys are not worth turning. */
 enum { BLOCK = 128, FEW = 4 };
 
-/* Keys and values of one head, and of each centroid: itself, scaled, and what rounding takes; its largest keys with their
-   scores; of all other keys the largest score, and the sums relative to it of weights, of weighted keys and of weighted
-   values. */
+/* Keys and values of one head, and of each centroid: itself, scaled, and what rounding takes; its largest keys with
+   their scores; of all other keys the largest score, and the sums relative to it of weights, of weighted keys and of
+   weighted values. */
 typedef struct {
     const problem *all;
     int64_t item, size, values;
@@ -18,8 +18,8 @@ typedef struct {
     int half;
 } past;
 
-/* Let the scores of a centroid with `count` keys from `begin` on compete for its list. What stays outside remains in the
-   row; keys that lose a place which they took in an earlier block go to `lost`, and their number is returned. */
+/* Let the scores of a centroid with `count` keys from `begin` on compete for its list. What stays outside remains in
+   the row; keys that lose a place which they took in an earlier block go to `lost`, and their number is returned. */
 static int64_t compete(past *x, int64_t r, int64_t begin, int64_t count, float *row, int32_t *lost,
                        float *lost_scores) {
     candidates *list = x->lists + r;

@@ -26,7 +26,8 @@ INLINE uint64_t signs(const float *row) {
     return word;
 }
 
-/* Planes across, [D, BITS], and in a last row what is added to heights: their biases, and what no height makes up for. */
+/* Planes across, [D, BITS], and in a last row what is added to heights: their biases, and what no height makes up
+   for. */
 static void stand(const float *planes, int64_t bits, int64_t size, float *across) {
     for (int64_t d = 0; d <= size; d++)
         for (int64_t i = 0; i < BITS; i++) {
@@ -35,7 +36,8 @@ static void stand(const float *planes, int64_t bits, int64_t size, float *across
         }
 }
 
-/* Words of some queries of a head, the first n where none are named; of bfloat16 by planes in parts, if there are any. */
+/* Words of some queries of a head, the first n where none are named; of bfloat16 by planes in parts, if there are
+   any. */
 static void hash(tensor q, int64_t bf16, int64_t b, int64_t h, const int32_t *tokens, int64_t n, int64_t size,
                  int64_t bits, const float *across, split parts, float *memory, uint64_t *words) {
     int64_t wide = padded(size);
@@ -66,7 +68,8 @@ INLINE __m256i bits_set(__m256i x) {
 
 #if WIDTH == 16 && defined(__AVX512VPOPCNTDQ__)
 #define HAVE_COUNTS 1
-/* As `nearest`, for up to 2^16 centroids: of 16 words the differences and the centroid's number make one vector of keys. */
+/* As `nearest`, for up to 2^16 centroids: of 16 words the differences and the centroid's number make one vector of
+   keys. */
 static void nearest_counted(const uint64_t *words, int64_t n, const uint64_t *centroids, int64_t clusters,
                             int32_t *groups) {
     for (int64_t i = 0; i < n; i += 32) {

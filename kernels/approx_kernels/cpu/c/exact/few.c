@@ -1,4 +1,5 @@
-/* Softmax attention of a few queries in C, such as those of a decoding step: keys and values are read once, as they lie. */
+/* Softmax attention of a few queries in C, such as those of a decoding step: keys and values are read once, as they
+   lie. */
 
 #include "rows.h"
 #include "softmax.h"

@@ -10,7 +10,8 @@ typedef struct {
 } backward_problem;
 SIZE_OF(key_lists_backward, backward_problem)
 
-/* Scores of a query become weights, and gradients of weights those of scores; returns that of the span, times the ramp. */
+/* Scores of a query become weights, and gradients of weights those of scores; returns that of the span, times the
+   ramp. */
 INLINE float weigh(const keys_of_block *t, int64_t begin, int64_t end, int32_t position, float lse, float share,
                    float *row, float *change) {
     /* It saw nothing: no weight is left after the mask. */
@@ -96,7 +97,8 @@ static int gradients(const backward_problem *g, int64_t b, int64_t h) {
         memset(dq, 0, sizeof(float) * w.rows * size);
         for (int64_t i = 0; i < w.rows; i++) {
             share[i] = dot(width, given + i * width, out + i * width);
-            /* By a normaliser that is relative to the largest weight, that key's score has the opposite of all gradients. */
+            /* By a normaliser that is relative to the largest weight, that key's score has the opposite of all
+               gradients. */
             int64_t at = (b * p->heads + h) * p->length + token(w.order, w.first + i);
             if (g->dtotals) raised[i] = g->dtotals[at] * p->totals[at], share[i] -= raised[i];
             if (!sees_itself(p, &w, i)) continue;

@@ -1,14 +1,16 @@
-/* Squares of products in C, of a strip of queries and a group of keys or values, on tiles (AMX) or on vectors (AVX-512).
+/* Squares of products in C, of a strip of queries and a group of keys or values, on tiles (AMX) or on vectors
+   (AVX-512).
 
-   Scores are computed across, a key to a row and a query to a lane, so that nothing is summed or compared between lanes, and
-   weights leave as the right side of the product with the values. Tiles and vectors work at the same time: a group of keys
-   is weighed between the products of the next one and those of earlier ones with their values. Where there are no tiles, their
-   places in memory are the same and vectors multiply what lies there: pairs of bfloat16, or half as many of float32. */
+   Scores are computed across, a key to a row and a query to a lane, so that nothing is summed or compared between
+   lanes, and weights leave as the right side of the product with the values. Tiles and vectors work at the same time: a
+   group of keys is weighed between the products of the next one and those of earlier ones with their values. Where
+   there are no tiles, their places in memory are the same and vectors multiply what lies there: pairs of bfloat16, or
+   half as many of float32. */
 #pragma once
 
 #if WIDTH == 16
-/* Groups that wait for their values together; numbers of a square of scores: a strip of queries and a group of keys have
-   SPAN each. */
+/* Groups that wait for their values together; numbers of a square of scores: a strip of queries and a group of keys
+   have SPAN each. */
 enum { WAITING = HAVE_TILES ? 2 : 4, SQUARE = SPAN * SPAN };
 
 /* Keys of ranks from SPAN * at on, which are seen as an entry says. */
@@ -16,7 +18,8 @@ typedef struct {
     int32_t at, entry;
 } group;
 
-/* What a thread works with: keys and values of a head as tiles, packed where somebody saw them; and of a strip the rest. */
+/* What a thread works with: keys and values of a head as tiles, packed where somebody saw them; and of a strip the
+   rest. */
 typedef struct {
     int64_t groups, deep, pairs, parts, item, part;
     char *keys, *values, *queries, *weights;
@@ -26,8 +29,8 @@ typedef struct {
     int32_t *stretches; /* [P, 4, SIDE]: of the queries' stretches in earlier parts the firsts, then the ends */
 } strips;
 
-/* SIDE queries of a strip: their weights are powers of 2, relative to that of the origin; the sum of those of earlier groups,
-   and of every other key since, for in one chain long sums would gather roundings. */
+/* SIDE queries of a strip: their weights are powers of 2, relative to that of the origin; the sum of those of earlier
+   groups, and of every other key since, for in one chain long sums would gather roundings. */
 typedef struct {
     __m512 origin, sum, low, high;
 } lanes;
@@ -88,8 +91,8 @@ INLINE __m512 rounded_product(__m512 a, __m512 b) {
 }
 
 INLINE void weigh_lanes(const int wide, const float *scores, __m512 factor, lanes *l, char *weights) {
-    /* Products are rounded as that of the origin was: beside it, one that is not is off by its last bit, and that of a large
-       score is more than any exponential bears. */
+    /* Products are rounded as that of the origin was: beside it, one that is not is off by its last bit, and that of a
+       large score is more than any exponential bears. */
     __m512 low = _mm512_sub_ps(rounded_product(_mm512_load_ps(scores), factor), l->origin);
     __m512 high = _mm512_sub_ps(rounded_product(_mm512_load_ps(scores + SPAN), factor), l->origin);
     low = wide ? whole_power(low) : power(low), high = wide ? whole_power(high) : power(high);

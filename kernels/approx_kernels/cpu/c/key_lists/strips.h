@@ -51,7 +51,8 @@ static __attribute__((noinline)) void weigh_again(int wide, const problem *p, co
     }
 }
 
-/* What queries know before their lists: what earlier parts made, as one weight of 1, or the key at their own position. */
+/* What queries know before their lists: what earlier parts made, as one weight of 1, or the key at their own
+   position. */
 static void begin_lanes(const problem *p, const strips *s, const strip *t, const queries_of_block *w, lanes *left,
                         lanes *right) {
     float origin[SPAN] = {0}, sum[SPAN] = {0};
@@ -175,7 +176,8 @@ static void attend_block(const problem *p, strips *s, int64_t item, int64_t bloc
     }
 }
 
-/* Whether strips save time: not where lists are of few keys here and there, for strips and groups are computed whole. */
+/* Whether strips save time: not where lists are of few keys here and there, for strips and groups are computed
+   whole. */
 static int worth_strips(const problem *p) {
     if (p->dropout.bound || (HAVE_TILES && !tiles_at_hand()) || p->length < SIDE) return 0;
     if ((p->spans || p->totals) && p->scale <= 0.0f) return 0;

@@ -36,7 +36,7 @@ typedef struct {
     float *totals; /* [B, H, L], normalisers relative to the largest weight; NULL where nobody asks */
     const float *spans; /* [H]: weights fall to 0 from that distance on; NULL where they do not */
     float scale, ramp,
-        itself; /* itself: how often a query sees the key at its own position beside its lists; below 0, not even there */
+        itself; /* how often a query sees the key at its own position besides its lists; below 0 not even there */
     dropout dropout;
 } problem;
 SIZE_OF(key_lists, problem)

@@ -10,8 +10,8 @@
 
 enum { TOKENS = 64, CHUNK = 32, STRIP = 16 };
 enum { ELU, RELU, EXP };
-/* How far a feature's logarithm may rise above what it is relative to: exp(60) times any sum here is a float32, and what
-   a query's features lose below exp(-87) meets at most exp(60), which leaves nothing beside weights of 1. */
+/* How far a feature's logarithm may rise above what it is relative to: exp(60) times any sum here is a float32, and
+   what a query's features lose below exp(-87) meets at most exp(60), which leaves nothing beside weights of 1. */
 #define RISE 60.0f
 /* Below every logarithm, and finite, so that differences of it are numbers. */
 #define LOWEST -8e37f
@@ -200,7 +200,8 @@ static int64_t near(head *x, int64_t first, int64_t rows, const float *logs) {
     return rows;
 }
 
-/* Features of some keys are added up before they meet the sum of all: one by one, what is small would round alike each time. */
+/* Features of some keys are added up before they meet the sum of all: one by one, what is small would round alike each
+   time. */
 static void add_keys(const head *x, int64_t rows, const float *keys, float *part, float *total) {
     memset(part, 0, sizeof(float) * x->size);
     for (int64_t i = 0; i < rows; i++) add_row(x->size, 1.0f, keys + i * x->size, part);

@@ -1,4 +1,5 @@
-/* Linear attention of one query in C: its sums over earlier keys are read, its own pairs added, and the sums brought up to date. */
+/* Linear attention of one query in C: its sums over earlier keys are read, its own pairs added, and the sums brought up
+   to date. */
 
 #include "linear/maps.h"
 

@@ -1,4 +1,5 @@
-/* Stretches of sorted keys that queries may see, found in C round by round; bucket_lists in lsh/cpu.py says what they are. */
+/* Stretches of sorted keys that queries may see, found in C round by round; bucket_lists in lsh/cpu.py says what they
+   are. */
 
 #include "vectors.h"
 

@@ -110,6 +110,7 @@ def test_parts_without_a_commit_are_drawn_and_those_that_are_left_stand_in_order
 @pytest.mark.parametrize(
     "suite", ["decode", *(pytest.param(name, marks=pytest.mark.slow) for name in ("roberta", "gpt2", "wav2vec2"))]
 )
+@pytest.mark.sample(0)
 def test_models_run_end_to_end_beside_their_ceiling(bench, monkeypatch, suite):
     run, _ = bench
     few = ("linear", "local", "exact")

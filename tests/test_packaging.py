@@ -183,6 +183,7 @@ def test_the_wheel_runs_from_an_empty_folder(installed, hugging_face_kernels, tm
 
 
 @pytest.mark.parametrize("beside", ["nothing", pytest.param("kernels of Hugging Face", marks=pytest.mark.slow)])
+@pytest.mark.sample(0)
 def test_the_checkout_runs_without_installation(source, hugging_face_kernels, tmp_path, beside):
     path = (hugging_face_kernels,) if beside != "nothing" else ()
     doorstep = f"import sys; sys.path.insert(0, {str(source)!r}); import cli\n"
@@ -192,6 +193,7 @@ def test_the_checkout_runs_without_installation(source, hugging_face_kernels, tm
         assert "Usage" in run(source / "cli.py", "--help", cwd=folder, path=path)
 
 
+@pytest.mark.sample(0)
 def test_an_editable_installation_shows_the_two_packages_only(source, tmp_path):
     options = ["--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--target", tmp_path / "site"]
     run("-m", "pip", "install", *options, "--editable", source, cwd=tmp_path)

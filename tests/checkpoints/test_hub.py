@@ -112,6 +112,7 @@ def test_a_model_is_downloaded_once_and_pinned_to_its_commit(repository, serve):
     ],
     ids=["unknown", "gated", "revision", "server at fault", "file missing"],
 )
+@pytest.mark.sample(2)
 def test_reports_refusals_of_the_hub(failing, words, repository, serve):
     serve(repository, failing)
     with pytest.raises(ApproxError) as caught:

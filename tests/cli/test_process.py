@@ -91,6 +91,7 @@ def test_the_version_is_also_an_object(tmp_path):
     assert json.loads(done.stdout) == {"approx": __version__}
 
 
+@pytest.mark.sample(0)
 def test_a_reader_who_leaves_early_is_no_error(tmp_path):
     process = start("mechanisms", "--json", cwd=tmp_path)
     assert process.stdout

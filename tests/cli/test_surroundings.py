@@ -75,6 +75,7 @@ def test_warns_of_a_full_cache_folder_and_continues(converted, data, own_cache):
         record.load(Path("q.json"))
 
 
+@pytest.mark.sample(0)
 def test_a_clock_that_goes_backwards_changes_nothing(base, converted, data, tmp_path, monkeypatch):
     recipe = tiny_recipe(tmp_path / "r.yaml", base, data)
     assert call("run", recipe, "-o", "usual").code == Exit.OK

@@ -215,6 +215,7 @@ def test_an_output_inside_its_input_is_refused(base, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["with space", "ünïcödé 文", "two\nlines", "<script>", "-dash", "a'b\"c"])
+@pytest.mark.sample(2)
 def test_strange_names_of_outputs_work(name, base, tmp_path):
     answer = call("convert", base, "-m", "linear", "-o", f"./{name}")
     assert answer.code == Exit.OK, answer

@@ -200,7 +200,7 @@ def test_a_failure_while_writing_leaves_the_existing_folder(base, tmp_path, monk
 
 
 @pytest.mark.parametrize("architecture", [*FAMILIES, *OTHER_HEADS, *UNNAMED])
-@pytest.mark.sample(20)
+@pytest.mark.sample(8)
 def test_the_checks_hold_on_every_family(architecture, tmp_path):
     # Without a fresh process: all families go through one together in test_persistence.
     model = tiny(architecture)

@@ -38,7 +38,7 @@ def half_but_norms(name: str, tensor: Tensor) -> Tensor:
     ],
 )
 @pytest.mark.parametrize("max_length", [None, 50])
-@pytest.mark.sample(8)
+@pytest.mark.sample(3)
 def test_the_dtype_of_every_tensor_survives_conversion_and_reversal(
     tmp_path, monkeypatch, change: Callable[[str, Tensor], Tensor], settings, max_length
 ):

@@ -51,6 +51,7 @@ def test_a_processor_with_the_instructions_computes_in_16_bits(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.sample(8)
 def test_a_model_of_16_bits_computes_as_if_loaded_in_float32(architecture, dtype):
     model = tiny(architecture).to(dtype)
     surgery.exchange(model, Plan.of("linear"))

@@ -94,6 +94,7 @@ def test_records_implementations_once_and_outside_timing():
         MemoryError(),
     ],
 )
+@pytest.mark.sample(2)
 def test_out_of_memory_is_a_data_point(error: Exception):
     def greedy(q: torch.Tensor) -> torch.Tensor:
         if q.shape[2] > 16:

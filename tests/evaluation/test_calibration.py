@@ -111,7 +111,7 @@ def test_what_an_inconclusive_pilot_asks_for_settles_pilots_of_that_size():
 
 
 @pytest.mark.parametrize("metric", RARE)
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_detects_rare_large_loss(metric):
     """One example in fifty is wholly lost; of sixty examples, 30 % of samples show nothing of it."""
     world = World(metric, struck(metric, RARE[metric]), STRUCK)
@@ -134,6 +134,7 @@ def test_detects_loss_of_a_whole_speaker():
 
 
 @pytest.mark.parametrize("metric", ["accuracy", "answer_f1", "wer", "bits_per_byte"])
+@pytest.mark.sample(2)
 def test_models_that_hardly_differ_reach_no_loss(metric):
     size = enough(World(metric, alike(RARE[metric]), 0), 10, 40)
     assert size is not None

@@ -277,6 +277,7 @@ def test_spans_get_shorter_with_their_penalty(sst2, tmp_path):
     [{}, {"recover": ["transfer"]}, {"recover": ["distill"], "distill": {"logits": 0.0, "attention": 1.0}}],
     ids=str,
 )
+@pytest.mark.sample(1)
 def test_recomputed_layers_give_the_same_weights(options, sst2, tmp_path):
     model, other = model_of(), model_of()
     trained(model, tmp_path / "one", options_of(sst2, steps=3, evaluate_every=3, **options))
@@ -297,6 +298,7 @@ def test_outside_the_main_thread_it_trains_without_its_signals(sst2, tmp_path):
 
 
 @pytest.mark.parametrize("architecture", ["GPT2LMHeadModel", "LlamaForCausalLM", "BertForMaskedLM"])
+@pytest.mark.sample(1)
 def test_text_continues_pre_training(architecture, tmp_path):
     from zoo import tiny
 

@@ -43,6 +43,7 @@ QUICK = [[pair for pair in PAIRS if pair[1] == architecture][number] for number,
     ("mechanism", "architecture"),
     [pytest.param(*pair, marks=() if pair in QUICK else pytest.mark.slow) for pair in PAIRS],
 )
+@pytest.mark.sample(4)
 def test_the_loss_goes_down(mechanism, architecture):
     model = tiny(architecture)
     inputs = example_inputs(model, LENGTH, batch=2, padded=7)

@@ -26,7 +26,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("recover", [["task"], ["transfer", "task"], ["lora", "task"], ["distill"]])
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_interrupted_after_any_step_and_resumed_the_weights_are_the_same_to_the_bit(recover, sst2, tmp_path):
     if "lora" in recover:
         pytest.importorskip("peft")

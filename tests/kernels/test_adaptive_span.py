@@ -51,6 +51,7 @@ def test_it_is_the_softmax_of_scores_and_log_mask_forward_and_backward(queries_k
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.sample(1)
 def test_the_gradient_of_the_spans_is_that_of_finite_differences(causal):
     q, k, v = inputs(90, 90)
     spans = torch.tensor([0.3, 11.7, 40.2, 63.9], dtype=torch.float64, requires_grad=True)

@@ -67,6 +67,7 @@ def poisoned(monkeypatch):
 
 
 @pytest.mark.parametrize("topk", [None, 1, 25], ids=["plain", "top 1", "all keys"])
+@pytest.mark.sample(1)
 def test_one_sample(topk):
     check(draw(21, 25, heads=2), **settings(topk=topk))
 
@@ -84,6 +85,7 @@ def mask(length):
 
 
 @pytest.mark.parametrize("topk", [None, 4], ids=["plain", "improved"])
+@pytest.mark.sample(1)
 def test_padding_of_samples_many_few_and_none_of_which_are_real(topk):
     check(draw(13, 13, batch=4), mask(13), **settings(topk=topk))
 
@@ -142,6 +144,7 @@ def test_strides_do_not_matter():
     assert torch.equal(clustered_attention(odd[0], odd[1], spread, impl="triton", **settings()), expected)
 
 
+@pytest.mark.sample(0)
 def test_the_operators_pass_pytorchs_own_checks():
     q, k, v = (x.requires_grad_() for x in draw(9, 9))
     order = torch.arange(9, dtype=torch.int32, device=DEVICE).view(1, 1, 9)
@@ -186,6 +189,7 @@ def test_what_it_has_no_kernel_for_is_told():
 
 
 @pytest.mark.parametrize(("batch", "keys", "masked"), [(2, 12, True), (2, 14, True), (1, 14, False)])
+@pytest.mark.sample(1)
 def test_keys_in_parts(batch, keys, masked, monkeypatch):
     monkeypatch.setattr(batched, "_parts", lambda *_: 3)
     check(draw(keys, keys, batch=batch), mask(keys)[[0, 2]] if masked else None, **settings())

@@ -39,7 +39,7 @@ CASES = [(20, 4, 16, 5, 1), (60, 9, 80, 9, 4), (150, 128, 32, 31, 3), (300, 25, 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 def test_clusters_are_those_of_the_reference(monkeypatch, case, parts):
     monkeypatch.setattr(launching, "parts_of", lambda *_: parts)
     check(*case)

@@ -72,6 +72,7 @@ KINDS = {"dense": {}, "causal": {"right": 0}, "window": {"left": 9, "right": 3},
 
 
 @pytest.mark.parametrize("name", KINDS)
+@pytest.mark.sample(2)
 def test_windows(name):
     check(draw(37, 37), **KINDS[name])
 
@@ -83,12 +84,14 @@ def test_windows_that_end_a_key_before_a_tile_does(right):
 
 
 @pytest.mark.parametrize(("length", "keys"), [(1, 50), (20, 41), (41, 20)])
+@pytest.mark.sample(1)
 def test_other_numbers_of_keys_than_of_queries(length, keys):
     check(draw(length, keys), right=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
 @pytest.mark.parametrize("size", [32, 64, 80, 96, 128])
+@pytest.mark.sample(5)
 def test_head_sizes(size, dtype):
     check(draw(20, 20, size=size, values=16 if size == 80 else size, heads=1, dtype=dtype))
 
@@ -100,7 +103,7 @@ def test_wide_heads_in_tiles_for_smaller_cards(size):
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(64, HALF), (80, HALF), (128, HALF), (128, torch.float32)], ids=str)
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_lists_and_masks_of_every_head_size(size, dtype):
     tensors = draw(70, 70, size=size, values=size, heads=1, batch=2, dtype=dtype)
     real = torch.arange(70, device=DEVICE) < torch.tensor([[70], [33]], device=DEVICE)
@@ -155,6 +158,7 @@ def test_samples_one_behind_the_other_do_not_meet():
 
 
 @pytest.mark.parametrize("right", [0, None])
+@pytest.mark.sample(1)
 def test_spans(right):
     spans = torch.tensor([3.0, 20.5], device=DEVICE)
     check([*draw(37, 37), spans], right=right, ramp=5)
@@ -172,6 +176,7 @@ LISTS = {
 
 
 @pytest.mark.parametrize("name", LISTS)
+@pytest.mark.sample(1)
 def test_lists_of_blocks(name):
     check(draw(50, 50), blocks=block_list(LISTS[name], 50, 50, tile=32, device=DEVICE))
 
@@ -202,6 +207,7 @@ def test_it_repeats_bit_by_bit():
 
 
 @pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.sample(1)
 def test_the_operator_passes_pytorchs_own_checks(apart):
     q, k, v = (x.requires_grad_() for x in draw(17, 17, heads=1))
     blocks = block_list(pairs, 17, 17, tile=32, device=DEVICE).tensors

@@ -112,6 +112,7 @@ TRITON += [pytest.param(*each, marks=pytest.mark.slow) for each in SLOW]
 
 
 @pytest.mark.parametrize(("name", "causal"), TRITON)
+@pytest.mark.sample(1)
 def test_kernels_give_for_shared_heads_what_they_give_for_repeated_ones(name, causal):
     pytest.importorskip("triton")
     mechanism = make(name, causal, heads=HEADS, size=SHAPE["size"])
@@ -140,7 +141,7 @@ def test_flash_reads_the_head_that_a_query_shares_wherever_it_lies(groups):
 
 @pytest.mark.parametrize("feature_map", ["elu", "hedgehog"])
 @pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 def test_one_kernel_for_all_queries_of_the_sums_of_a_head(groups, feature_map):
     pytest.importorskip("triton")
     q, k, v = grouped(groups)

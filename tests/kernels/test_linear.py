@@ -46,6 +46,7 @@ def test_chunks_and_blocks_of_heads_change_nothing(monkeypatch, causal, queries,
 @example(queries=33, keys=129, heads=1, size=24, values=17)
 @example(queries=129, keys=33, heads=1, size=8, values=16)
 @needs_compiler
+@pytest.mark.sample(10)
 def test_c_gives_what_the_reference_gives(causal, dtype, kind, feature_map, queries, keys, heads, size, values):
     # Values of one sign, as sums that cancel say nothing; as projections lay heads out.
     q, grad = (torch.randn(2, queries, heads, width).to(dtype) for width in (size, values))
@@ -88,7 +89,7 @@ def test_sums_are_overwritten_while_decoding_and_kept_while_training():
 @pytest.mark.parametrize("width", [0, 1, 40, 300])
 @pytest.mark.parametrize(("queries", "keys", "size"), [(130, 130, 64), (65, 200, 24), (200, 90, 17), (9, 9, 5)])
 @needs_compiler
-@pytest.mark.sample(106)
+@pytest.mark.sample(40)
 def test_c_gives_what_the_reference_gives_of_every_map_and_window(
     causal, dtype, feature_map, width, queries, keys, size
 ):
@@ -159,7 +160,7 @@ def test_what_decoding_in_c_has_not_is_refused_when_asked_for_and_done_otherwise
 @example(cuts=[90, 91, 92], size=64, values=64)
 @torch.no_grad()
 @needs_compiler
-@pytest.mark.sample(14)
+@pytest.mark.sample(5)
 def test_decoding_in_c_gives_what_the_reference_gives(dtype, feature_map, width, masked, cuts, size, values):
     # As projections lay heads out.
     q, k, v = (torch.randn(2, 150, 3, n).to(dtype).transpose(1, 2) for n in (size, size, values))
@@ -237,6 +238,7 @@ def one_by_one(x, feature_map, weight):
 @pytest.mark.parametrize("feature_map", FEATURE_MAPS)
 @pytest.mark.parametrize("width", [0, 1, 5, 70])
 @pytest.mark.parametrize(("queries", "keys"), [(65, 65), (130, 200), (90, 70)])
+@pytest.mark.sample(50)
 def test_every_map_and_window_is_its_formula_over_all_pairs(causal, feature_map, width, queries, keys):
     q, k, v = (torch.randn(2, 3, n, 8).double().requires_grad_() for n in (queries, keys, keys))
     mask, grad = torch.rand(2, keys) < 0.8, torch.randn(2, 3, queries, 8).double()

@@ -76,18 +76,20 @@ def _poison(x):
 
 @CAUSAL
 @pytest.mark.parametrize(("length", "keys"), [(37, 37), (1, 150), (20, 150), (150, 90)])
-@pytest.mark.sample(7)
+@pytest.mark.sample(3)
 def test_lengths(causal, length, keys):
     check(draw(length, keys, values=32, heads=1), causal=causal, input_scale=-0.7)
 
 
 @CAUSAL
 @pytest.mark.parametrize("feature_map", ["relu", "softmax"])
+@pytest.mark.sample(2)
 def test_feature_maps(causal, feature_map):
     check(draw(70, 70, heads=1), causal=causal, feature_map=feature_map)
 
 
 @pytest.mark.parametrize("feature_map", ["t2r", "hedgehog"])
+@pytest.mark.sample(1)
 def test_learned_maps_get_gradients(feature_map):
     tensors, rows = draw(37, 37, heads=1), 17 if feature_map == "t2r" else 16
     drawn = torch.randn(2, 1, rows, 16).to(DEVICE)
@@ -111,6 +113,7 @@ def test_many_features_are_summed_in_parts(causal, window, monkeypatch):
     check(tensors, holes(60), causal=causal, feature_map="relu", window=window, scale=0.3)
 
 
+@pytest.mark.sample(0)
 def test_the_largest_heads_have_twice_as_many_features():
     maps = torch.randn(2, 1, 128, 128).to(DEVICE) / 8
     check(draw(20, 20, size=128, values=128, heads=1), causal=True, feature_map="hedgehog", maps=(maps[0], maps[1]))
@@ -123,6 +126,7 @@ def test_head_sizes(size, values):
 
 
 @CAUSAL
+@pytest.mark.sample(1)
 def test_half_precision(causal):
     check(draw(37, 70, dtype=torch.float16), causal=causal)
 
@@ -133,6 +137,7 @@ def test_bfloat16(causal):
     check(draw(300, 300, size=64, dtype=torch.bfloat16), causal=causal)
 
 
+@pytest.mark.sample(0)
 def test_sums_may_be_greater_than_a_float16():
     # Numbers that differ leave gradients that do not all cancel.
     # Tensor cores cut features to the 10 bits of a float16, which the interpreter multiplies whole.
@@ -150,6 +155,7 @@ def test_tiles_for_smaller_cards(causal, size, dtype):
 
 @CAUSAL
 @pytest.mark.parametrize("feature_map", ["elu", "softmax"])
+@pytest.mark.sample(1)
 def test_key_masks(causal, feature_map):
     check(draw(37, 37, heads=1, batch=2), holes(37), causal=causal, feature_map=feature_map)
 
@@ -167,6 +173,7 @@ def test_windows(causal, length, keys, window):
 
 
 @CAUSAL
+@pytest.mark.sample(1)
 def test_windows_under_a_key_mask(causal):
     tensors = [*draw(37, 37, heads=1, batch=2), mix(1)]
     check(tensors, holes(37), causal=causal, window=3, scale=0.3, feature_map="softmax")
@@ -195,6 +202,7 @@ def test_nobody_sees_keys_of_a_window_twice():
 
 
 @CAUSAL
+@pytest.mark.sample(1)
 def test_masked_keys_and_values_are_not_read(causal):
     q, k, v = draw(37, 37, heads=1, batch=2)
     mask = holes(37)
@@ -223,6 +231,7 @@ def test_it_repeats_bit_by_bit(causal):
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
+@pytest.mark.sample(0)
 def test_the_operator_passes_pytorchs_own_checks():
     q, k, v = (x.requires_grad_() for x in draw(17, 17, heads=1))
     opcheck(launching.linear_forward.operator, (q, k, v, None, True, True, "elu", 1.0, 1e-6))
@@ -256,6 +265,7 @@ def test_operations_are_counted():
 
 
 @pytest.mark.parametrize(("feature_map", "features"), [("elu", 128), ("softmax", 128), ("softmax", 20)])
+@pytest.mark.sample(1)
 def test_decoding_overwrites_the_sums(feature_map, features, monkeypatch):
     monkeypatch.setattr(launching, "FEATURES", features)
     q, k, v = draw(23, 23, size=32, batch=2)

@@ -198,6 +198,7 @@ def test_nan_is_not_hidden_and_padding_not_read():
         assert all(torch.isfinite(x).all() for x in run([q, k, v], "triton", real, causal=causal))
 
 
+@pytest.mark.sample(0)
 def test_scores_far_below_zero_and_above():
     q, k, v = draw(23, 23)
     check([q + 6, k - 6, v], causal=True)
@@ -213,6 +214,7 @@ def test_some_queries_after_others_change_nothing(monkeypatch):
     assert all(torch.equal(*each) for each in zip(whole, run(tensors, "triton", real, causal=True), strict=True))
 
 
+@pytest.mark.sample(0)
 def test_what_is_kept_for_the_gradients_grows_with_what_is_kept_of_the_keys():
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x):
@@ -233,6 +235,7 @@ def test_it_compiles_without_a_break():
     assert all(torch.equal(*each) for each in zip(*grads, strict=True))
 
 
+@pytest.mark.sample(0)
 def test_strides_do_not_matter():
     q, k, v = draw(20, 20)
     odd = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k)]
@@ -248,12 +251,14 @@ def test_it_repeats_bit_by_bit():
     assert all(torch.equal(*each) for each in zip(one, two, strict=True))
 
 
+@pytest.mark.sample(0)
 def test_the_operators_pass_pytorchs_own_checks():
     q, k, v = (x.requires_grad_() for x in draw(9, 12))
     opcheck(topk_forward.operator, (q, k, v, mask(12)[:1].view(torch.uint8), 3, True, 0.3))
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.sample(1)
 def test_operations_are_counted(causal):
     q, k, v = (x.requires_grad_() for x in draw(20, 30, values=32))
     with FlopCounterMode(display=False) as counter:

@@ -43,7 +43,7 @@ def real_rows(out, mask):
 @pytest.mark.parametrize("kind", MASKS)
 @given(shape=shapes)
 @few
-@pytest.mark.sample(77)
+@pytest.mark.sample(30)
 def test_shapes_dtypes_and_gradients_are_right_and_empty_rows_are_zero(name, causal, kind, shape):
     q, k, v = (x.requires_grad_() for x in draw(**shape))
     mask = draw_mask(kind, **shape)
@@ -63,7 +63,7 @@ def test_shapes_dtypes_and_gradients_are_right_and_empty_rows_are_zero(name, cau
 @pytest.mark.parametrize("kind", MASKS[1:])
 @given(shape=shapes)
 @few
-@pytest.mark.sample(84)
+@pytest.mark.sample(30)
 def test_what_stands_in_padding_cannot_matter(name, causal, kind, shape):
     mechanism = make(name, causal, heads=shape["heads"], size=shape["size"])
     mask = draw_mask(kind, **shape)
@@ -78,7 +78,7 @@ def test_what_stands_in_padding_cannot_matter(name, causal, kind, shape):
 @pytest.mark.parametrize("side", ["right", "left"])
 @given(shape=shapes, extra=st.integers(1, 70))
 @few
-@pytest.mark.sample(54)
+@pytest.mark.sample(20)
 def test_amount_of_padding_and_batch_neighbours_cannot_matter(name, causal, side, shape, extra):
     mechanism = make(name, causal, heads=shape["heads"], size=shape["size"])
     q, k, v = draw(**shape)
@@ -94,6 +94,7 @@ def test_amount_of_padding_and_batch_neighbours_cannot_matter(name, causal, side
 @over_forms
 @given(shape=shapes)
 @few
+@pytest.mark.sample(20)
 def test_a_mask_of_real_keys_alone_changes_nothing(name, causal, shape):
     mechanism = make(name, causal, heads=shape["heads"], size=shape["size"])
     q, k, v = draw(**shape)
@@ -105,7 +106,7 @@ def test_a_mask_of_real_keys_alone_changes_nothing(name, causal, shape):
 @pytest.mark.parametrize("kind", MASKS)
 @given(shape=shapes, keys=lengths)
 @few
-@pytest.mark.sample(51)
+@pytest.mark.sample(20)
 def test_other_numbers_of_keys_than_queries(name, causal, kind, shape, keys):
     assume(keys != shape["length"])
     mechanism = make(name, causal, heads=shape["heads"], size=shape["size"])
@@ -123,6 +124,7 @@ def test_other_numbers_of_keys_than_queries(name, causal, kind, shape, keys):
 @pytest.mark.parametrize("kind", ["none", "right", "arbitrary"])
 @given(shape=shapes, cut=st.integers(0, 299))
 @few
+@pytest.mark.sample(30)
 def test_causal_never_sees_the_future(name, kind, shape, cut):
     cut = cut % shape["length"]
     mechanism = make(name, True, heads=shape["heads"], size=shape["size"])
@@ -135,6 +137,7 @@ def test_causal_never_sees_the_future(name, kind, shape, cut):
 @pytest.mark.parametrize("name", [name for name in CAUSAL if KINDS[name].supports_decode and name not in SELF_ONLY])
 @given(shape=shapes, new=lengths)
 @few
+@pytest.mark.sample(10)
 def test_new_queries_on_top_of_a_cache_give_what_the_whole_gives(name, shape, new):
     new = (new - 1) % shape["length"] + 1
     mechanism = make(name, True, heads=shape["heads"], size=shape["size"])
@@ -170,6 +173,7 @@ def test_gradients_are_right(name, causal, kind):
 
 
 @over_forms
+@pytest.mark.sample(20)
 def test_activations_that_are_checkpointed_give_the_same_gradients(name, causal):
     shape = {"batch": 2, "heads": 2, "length": 40, "size": 16, "values": 16, "seed": 3}
     inputs = [x.requires_grad_() for x in draw(**shape)]
@@ -181,7 +185,7 @@ def test_activations_that_are_checkpointed_give_the_same_gradients(name, causal)
 
 @pytest.mark.parametrize(("name", "causal"), LEARNED)
 @pytest.mark.parametrize("kind", ["none", "arbitrary"])
-@pytest.mark.sample(11)
+@pytest.mark.sample(5)
 def test_gradients_of_what_is_learned_are_right(name, causal, kind):
     shape = {"batch": 2, "heads": 2, "length": 9, "size": 3, "values": 2, "seed": 1}
     mask = None if kind == "none" else draw_mask(kind, **shape)
@@ -268,7 +272,7 @@ def losses_and_slopes(name, causal, size):
 
 @over_forms
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.sample(48)
+@pytest.mark.sample(12)
 def test_second_derivatives_are_right_or_refused(name, causal, way):
     differentiate, impl, dtype, may_refuse = TWICE[way]
     for loss, inputs, directions, expected in losses_and_slopes(name, causal, 16 if way == "interpreted" else 3):
@@ -289,7 +293,7 @@ def test_second_derivatives_are_right_or_refused(name, causal, way):
 @pytest.mark.parametrize("kind", MASKS)
 @given(shape=shapes)
 @few
-@pytest.mark.sample(42)
+@pytest.mark.sample(15)
 def test_precision_is_that_of_the_dtype(name, causal, dtype, kind, shape):
     # Values of one sign, since cancellation would inflate the relative error.
     q, k, v = (x.to(dtype) for x in draw(**shape))
@@ -331,6 +335,7 @@ def test_autocast_takes_the_dtypes_that_a_model_has_under_it(name, causal):
 
 
 @over_forms
+@pytest.mark.sample(20)
 def test_dropout_is_unbiased_and_only_there_when_asked_for(name, causal):
     samples = 1500
     shape = {"batch": 1, "heads": 1, "length": 7, "size": 4, "values": 3, "seed": 11}
@@ -346,6 +351,7 @@ def test_dropout_is_unbiased_and_only_there_when_asked_for(name, causal):
 
 @over_forms
 @pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.sample(90)
 def test_weights_give_the_output_back(name, causal, kind):
     shape = {"batch": 3, "heads": 2, "length": 40, "size": 8, "values": 8, "seed": 4}
     mask = draw_mask(kind, **shape)
@@ -362,7 +368,7 @@ def test_weights_give_the_output_back(name, causal, kind):
 @over_forms
 @given(shape=shapes)
 @few
-@pytest.mark.sample(53)
+@pytest.mark.sample(20)
 def test_layout_in_memory_cannot_matter(name, causal, shape):
     mechanism = make(name, causal, heads=shape["heads"], size=shape["size"])
     q, k, v = draw(**shape)

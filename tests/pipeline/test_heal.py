@@ -93,6 +93,7 @@ def test_a_variant_that_is_good_enough_already_stays_as_it_is(study, tmp_path):
     assert healed.read_bytes() == converted.read_bytes()
 
 
+@pytest.mark.sample(0)
 def test_the_teacher_of_a_model_that_was_trained_already_is_the_base(study, tmp_path):
     heal = f"{HEAL}, variants: [local]}}"
     heals = f"[{heal}, {heal.replace('recover: task', 'recover: distill')}]"

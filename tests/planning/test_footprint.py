@@ -47,6 +47,7 @@ def test_layers_of_fixed_length_hold_the_same_at_any_length():
 
 
 @pytest.mark.parametrize("mechanism", sorted(set(MECHANISMS) - {"sinks"}))
+@pytest.mark.sample(8)
 def test_what_a_mechanism_needs_is_known_within_a_factor_of_two(mechanism):
     # Temporaries of PyTorch are planned for: of some mechanisms C holds half of that, and whether it runs depends on
     # the machine.

@@ -28,6 +28,7 @@ USABLE = 64
 
 @pytest.mark.parametrize("length", [65, 128, 150])
 @pytest.mark.parametrize("architecture", LEARNED)
+@pytest.mark.sample(8)
 def test_short_inputs_stay_the_same_to_the_last_bit_and_longer_ones_run(architecture, length, tmp_path):
     model = tiny(architecture)
     assert positions.limit(model.config) == USABLE

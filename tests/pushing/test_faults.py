@@ -59,7 +59,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize(("fault", "code", "words"), FAULTS.values(), ids=FAULTS)
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 def test_a_fault_is_told_in_one_line_and_the_same_command_completes_the_push(converted, hub, fault, code, words):
     hub.faults = [fault]
     with pytest.raises(ApproxError) as caught:
@@ -74,6 +74,7 @@ def test_a_fault_is_told_in_one_line_and_the_same_command_completes_the_push(con
     assert len([call for call in hub.calls if call.startswith("PUT")]) <= 1 + 6 * ("PUT" in fault.where)
 
 
+@pytest.mark.sample(0)
 def test_a_slow_hub_that_fails_now_and_then_is_waited_for(converted, hub):
     hub.faults = [
         Fault("preupload", 503, times=2),
@@ -96,6 +97,7 @@ def test_an_answer_that_is_lost_is_found_by_the_next_run(converted, hub):
     assert [call for call in hub.calls if call.startswith("PUT")] == []
 
 
+@pytest.mark.sample(0)
 def test_without_pull_requests_a_branch_is_offered(converted, other, hub):
     api.push(converted, "ada/m")
     hub.pull_requests = False

@@ -288,6 +288,7 @@ def test_a_public_repository_has_to_be_meant(converted, hub):
     assert "stays so" in " ".join(api.push(converted, "ada/quiet", public=True)["notes"])
 
 
+@pytest.mark.sample(0)
 def test_a_repository_of_another_model_is_not_written_over(converted, hub):
     hub.create("ada/bert").commit("main", {"config.json": b"{}", "pytorch_model.bin": b"x"}, "by hand")
     with pytest.raises(ApproxError, match=r"holds another model \(config.json\) that approx did not push.*--force"):

@@ -35,6 +35,7 @@ def test_a_push_arrives_whole_and_a_second_one_uploads_nothing(converted, place)
     assert again["commit"] == done["commit"]
 
 
+@pytest.mark.sample(0)
 def test_another_model_takes_the_place_of_the_first_and_no_file_of_it_stays(converted, other, place):
     api.push(converted, place.repo)
     place.write("notes.txt", "written on the hub")
@@ -53,6 +54,7 @@ def test_a_branch_is_created(converted, place):
     assert api.push(converted, place.repo, revision="second")["identical"]
 
 
+@pytest.mark.sample(0)
 def test_a_push_to_a_branch_leaves_main_and_is_compared_with_its_own_commit(converted, other, hub):
     first = api.push(converted, "ada/m", public=True)
     done = api.push(other, "ada/m", revision="second", public=True)
@@ -71,6 +73,7 @@ def test_a_push_to_a_branch_leaves_main_and_is_compared_with_its_own_commit(conv
     assert done["url"] == f"{hub.endpoint}/ada/m"
 
 
+@pytest.mark.sample(0)
 def test_it_says_what_it_would_do_before_it_does_it(converted, other, hub):
     shown, said = [], []
 
@@ -204,6 +207,7 @@ def other_weights(folder, other):
         (other_weights, "difference"),
     ],
 )
+@pytest.mark.sample(2)
 def test_what_comes_back_is_compared(converted, other, hub, monkeypatch, change, said):
     download = pushing.Remote.download
 
@@ -224,6 +228,7 @@ def test_nothing_is_uploaded_without_consent(converted, hub):
     assert hub.uploads() == []
 
 
+@pytest.mark.sample(0)
 def test_a_long_list_of_files_comes_in_pages(converted, hub):
     hub.page = 3
     api.push(converted, "ada/m")
@@ -243,6 +248,7 @@ def test_the_pushed_model_runs_in_a_pipeline_at_its_pinned_commit(converted, hub
     assert 'pipeline("text-classification", model="ada/m", **pinned)' in card
 
 
+@pytest.mark.sample(0)
 def test_what_the_user_states_of_a_local_base_is_in_the_card(converted, hub, tmp_path):
     folder = shutil.copytree(converted, tmp_path / "mine")
     card = folder / "README.md"

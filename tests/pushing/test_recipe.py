@@ -54,6 +54,7 @@ def test_a_run_pushes_its_variant_with_its_record_and_only_once(study, hub, tmp_
 
 
 @pytest.mark.parametrize("stop", ["cut", "interrupted"])
+@pytest.mark.sample(1)
 def test_a_run_that_was_stopped_while_it_pushed_completes_it(study, hub, tmp_path, stop):
     asked, out = read(tmp_path, study + PUSH), tmp_path / "run"
 
@@ -137,6 +138,7 @@ def test_without_a_push_the_folder_is_written_and_no_hub_is_asked(study, hub, tm
     assert "has no 'push'" in call("--no-push", "--force").stderr
 
 
+@pytest.mark.sample(0)
 def test_what_was_healed_is_pushed_with_the_results_after_its_training(study, hub, tmp_path):
     data = Path(write_sst2(tmp_path))
     rows = [row.replace(" is", " is not very") for row in ROWS[:8]]

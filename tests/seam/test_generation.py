@@ -21,7 +21,7 @@ from zoo import tiny
     ("architecture", "way"),
     [*((name, way) for name in DECODERS[:2] for way in WAYS), (DECODERS[2], "greedy"), ("MixtralForCausalLM", "beams")],
 )
-@pytest.mark.sample(15)
+@pytest.mark.sample(6)
 def test_the_cache_changes_no_token(architecture, way, mechanism):
     model = decoder(architecture, rule(mechanism, "2-3" if architecture.startswith("Whisper") else "1-2"))
     inputs = prompts(model)
@@ -41,6 +41,7 @@ def test_exact_mechanisms_generate_what_the_base_generates(architecture, mechani
 
 @pytest.mark.parametrize("mechanism", BOUNDED)
 @pytest.mark.parametrize("architecture", DECODERS[:2])
+@pytest.mark.sample(5)
 def test_left_padding_changes_no_token(architecture, mechanism):
     model = decoder(architecture, rule(mechanism))
     inputs = prompts(model)
@@ -71,7 +72,7 @@ def test_groups_of_heads_decode_from_all_their_states(other):
 
 
 @pytest.mark.parametrize("mechanism", DECODING)
-@pytest.mark.sample(15)
+@pytest.mark.sample(6)
 def test_a_prompt_read_in_chunks_gives_the_same_logits(mechanism):
     model = decoder("LlamaForCausalLM", rule(mechanism))
     inputs = prompts(model)
@@ -116,6 +117,7 @@ def kept(cache):
 
 @pytest.mark.parametrize("mechanism", BOUNDED)
 @pytest.mark.parametrize("architecture", DECODERS[:2])
+@pytest.mark.sample(5)
 def test_the_cache_does_not_grow(architecture, mechanism):
     model = decoder(architecture, rule(mechanism))
     sizes = []
@@ -130,6 +132,7 @@ def test_the_cache_does_not_grow(architecture, mechanism):
 
 @pytest.mark.parametrize("mechanism", BOUNDED)
 @pytest.mark.parametrize("kind", ["right", "arbitrary"])
+@pytest.mark.sample(5)
 def test_holes_in_the_mask_are_padding_while_decoding_too(mechanism, kind):
     model = decoder("GPT2LMHeadModel", rule(mechanism))
     tokens = example_inputs(model, 24, batch=3)["input_ids"]

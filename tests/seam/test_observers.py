@@ -78,7 +78,7 @@ def agree(actual: Tensor, expected: Tensor, mask: Tensor) -> None:
 
 @over_all
 @pytest.mark.parametrize("padded", [0, 7])
-@pytest.mark.sample(28)
+@pytest.mark.sample(10)
 def test_what_was_traced_is_right_for_other_inputs_and_masks_of_the_shape(family, name, padded):
     net = converted(family, name)
     with torch.no_grad():
@@ -123,6 +123,7 @@ def test_refuses_second_derivatives_of_one_operator():
 
 @over_all
 @pytest.mark.parametrize("way", ["torch.func", "dual level"])
+@pytest.mark.sample(24)
 def test_forward_mode_gives_the_derivative_that_reverse_mode_gives(family, name, way):
     net = converted(family, name)
     ids, mask = draw(0, 7)
@@ -143,6 +144,7 @@ def test_forward_mode_gives_the_derivative_that_reverse_mode_gives(family, name,
 
 
 @over_kinds
+@pytest.mark.sample(12)
 def test_a_counter_of_operations_sees_layers_and_attention(family, name):
     net = converted(family, name)
     given = draw(0, 7)
@@ -162,6 +164,7 @@ def test_a_counter_of_operations_sees_layers_and_attention(family, name):
 
 
 @over_kinds
+@pytest.mark.sample(12)
 def test_a_profiler_sees_the_operator_that_runs(family, name):
     net = converted(family, name)
     given = draw(0, 7)
@@ -196,6 +199,7 @@ def test_autocast_rounds_and_no_more(family, name):
 
 
 @over_kinds
+@pytest.mark.sample(12)
 def test_tensors_without_numbers_have_the_shape_of_the_output(family, name):
     net = converted(family, name)
     given = draw(0, 7)

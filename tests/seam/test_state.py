@@ -39,6 +39,7 @@ def changed(tensor, how):
 
 
 @pytest.mark.parametrize("how", ["negative", "huge", "NaN", "infinite"])
+@pytest.mark.sample(2)
 def test_a_folder_with_it_is_not_loaded(folder, tmp_path, how):
     weights = load_file(folder / "model.safetensors")
     for file in folder.iterdir():

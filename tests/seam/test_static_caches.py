@@ -15,7 +15,7 @@ from decoders import DECODERS, DECODING, WAYS, assert_same, decoder, generated, 
 
 @pytest.mark.parametrize("mechanism", DECODING)
 @pytest.mark.parametrize("architecture", DECODERS[:2])
-@pytest.mark.sample(18)
+@pytest.mark.sample(6)
 def test_a_static_cache_changes_no_token(architecture, mechanism):
     model = decoder(architecture, rule(mechanism, "0-1"))
     inputs = prompts(model)

@@ -129,6 +129,7 @@ def test_at_a_speed_the_plan_with_the_least_damage_is_found(searching):
         ({"budget": "kl<=10"}, 8.5, False),
     ],
 )
+@pytest.mark.sample(2)
 def test_the_proof_decides_whether_the_goal_is_met(searching, clock, goal, late, feasible):
     """The race of the proof is slower than predicted by `late` milliseconds."""
     clock.late = late

@@ -123,7 +123,7 @@ def same(first, second):
 @pytest.mark.parametrize(
     ("architecture", "name", "settings"), CASES, ids=lambda value: value if isinstance(value, str) else ""
 )
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 def test_base_and_converted_are_compared_and_batches_change_nothing(architecture, name, settings, data):
     model, task = model_of(architecture), open_task(name, **settings)
     processor = tokenizer_of(model.config)
@@ -164,6 +164,7 @@ PADDINGS = {
 @pytest.mark.parametrize("head", ["ForSequenceClassification", "ForQuestionAnswering"])
 @pytest.mark.parametrize("family", ["Bert", *DECODERS])
 @pytest.mark.parametrize(("token", "number"), PADDINGS.values(), ids=PADDINGS)
+@pytest.mark.sample(8)
 def test_a_row_is_read_to_its_end_whatever_padding_tokenizer_and_config_name(family, head, token, number, data):
     name, settings, _ = HEADS[head]
     model, task = model_of(family + head, pad_token_id=number), open_task(name, **settings)

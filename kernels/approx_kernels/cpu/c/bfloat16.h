@@ -14,7 +14,7 @@ INLINE vf whole(vh x) {
 #endif
 }
 
-/* To the nearest number of bfloat16, ties to even; a NaN stays one. */
+/* Round to the nearest bfloat16, ties to even; a NaN stays NaN. */
 INLINE vh halves(vf x) {
 #if defined(__AVX512BF16__)
     return (vh)_mm512_cvtneps_pbh((__m512)x);
@@ -26,7 +26,7 @@ INLINE vh halves(vf x) {
 
 INLINE vf halved(vf x) { return whole(halves(x)); }
 
-/* What rounding takes of n numbers. */
+/* The rounding errors of n numbers. */
 INLINE void rounding(int64_t n, const float *numbers, float *to) {
     for (int64_t i = 0; i < n; i += WIDTH)
         *(vf *)(to + i) = *(const vf *)(numbers + i) - halved(*(const vf *)(numbers + i));
@@ -47,15 +47,15 @@ enum { SIDE = 16, DEPTH = 32 };
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* Linux lends tiles, state 18 of a processor, to those who ask: ARCH_REQ_XCOMP_PERM. */
+/* Linux permits tiles, state 18 of a processor, on request: ARCH_REQ_XCOMP_PERM. */
 static int tiles_at_hand(void) {
     static int known = -1;
     if (known < 0) known = !syscall(SYS_arch_prctl, 0x1023, 18);
     return known;
 }
 
-/* Whether products are rounded: if wanted, and of rows enough to fill a tile. Tiles are a thread's own, and others set
-   them differently; they are to be given back by `end_halves`. */
+/* Whether products are rounded: if requested, and if rows fill a tile. Each thread configures tiles for itself, and
+   other libraries configure them differently, so `end_halves` must release them. */
 SHARED int begin_halves(int wanted, int64_t rows) {
     if (!wanted || rows < SIDE || !tiles_at_hand()) return 0;
     struct {

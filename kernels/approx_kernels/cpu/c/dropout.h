@@ -1,11 +1,9 @@
-/* Dropout in C: which weights are dropped follows from a seed and from who weighs what, in whatever order that is
-   done. */
+/* Dropout in C: a seed and the positions of query and key decide which weights are dropped, in any order. */
 #pragma once
 
 #include "vectors.h"
 
-/* A weight is dropped where 24 bits of its hash are below the bound, 0 for none; all others are multiplied by the
-   factor. */
+/* A weight is dropped if 24 bits of its hash are below the bound, 0 for none; others are multiplied by the factor. */
 typedef struct {
     uint64_t seed;
     int32_t bound;
@@ -13,7 +11,7 @@ typedef struct {
 } dropout;
 SIZE_OF(dropout, dropout)
 
-/* What a query brings to the hashes of its keys. */
+/* A query's part of the hashes of its keys. */
 typedef struct {
     uint32_t before, between;
 } draw;
@@ -39,8 +37,7 @@ SHARED void draw_queries(const dropout *d, int64_t item, int64_t first, int64_t 
     }
 }
 
-/* 0 for the weights of keys that are dropped, the factor for others. The highest bits of a product depend on all
-   below. */
+/* 0 for the weights of dropped keys, the factor for others. The highest bits of a product depend on all lower ones. */
 INLINE vf kept(const dropout *d, vu before, vu between, vu key) {
     vu x = key + before;
     x = (x ^ x >> 16) * 0x7feb352du;

@@ -6,7 +6,7 @@
 
 #include "bfloat16.h"
 
-/* What stands on the right of products: [depth, n], as it is, or rounded, two rows side by side in each word. */
+/* The right side of products: [depth, n], unchanged, or rounded with two rows in each word. */
 typedef struct {
     const float *rows;
     uint32_t *pairs;

@@ -1,10 +1,10 @@
-/* The largest scores of a row in C, found while the scores pass by. */
+/* The largest scores of a row in C, found in one pass over the scores. */
 #pragma once
 
 #include "vectors.h"
 
-/* Candidates for the `kept` largest scores of a row, in the order of the keys: those not below a floor that as many
-   reach. `room` is for how many. */
+/* Candidates for the `kept` largest scores of a row, in the order of the keys: those not below a floor that at least
+   `kept` scores reach. `room` is their capacity. */
 typedef struct {
     float *scores, floor;
     int32_t *keys;
@@ -51,7 +51,7 @@ INLINE vi ranks(vf score) {
     return (vi)choose(score == score, (vf)(bits ^ (bits >> 31 & INT32_MAX)), (vf)((vi){0} + INT32_MAX));
 }
 
-/* Drop all but the largest, of equal ones the last; the order stays. */
+/* Drop all but the largest, the last ones among ties; keeps the order. */
 static void settle(candidates *x) {
     int64_t count = x->count, reaching = count;
     if (count <= x->kept) return;

@@ -1,8 +1,6 @@
-/* Numbers of float32 in C as tiles hold them: where those multiply bfloat16 (AMX), as sums of such numbers.
-
-   Three parts of 8 bits are all 24 of a float32. Of the nine products of two numbers the three smallest are less than
-   half of the last bit; the other six, on tiles, take less time than one on the widest vectors. Products of infinities
-   are NaN. */
+/* float32 numbers in C as tiles hold them: as sums of bfloat16 numbers, where tiles multiply these (AMX). Three parts
+   of 8 bits are all 24 of a float32. Of the nine products of two numbers the three smallest are less than half of the
+   last bit; the other six, on tiles, take less time than one on the widest vectors. Products of infinities are NaN. */
 #pragma once
 
 #include "halves.h"

@@ -1,4 +1,4 @@
-/* Clustered attention in C, backward: what the forward pass did not keep is computed again, block by block. */
+/* Clustered attention in C, backward: what the forward pass did not store is recomputed, block by block. */
 
 #include "clustered/heads.h"
 
@@ -11,10 +11,10 @@ SIZE_OF(clustered_backward, backward_problem)
 typedef struct {
     tensor grad;
     float *dq, *dk, *dv; /* [n, D], sorted as the queries are; [S, D], [S, E] */
-    float *shared, *mass; /* gradients of what the mean queries attend to beside their largest keys, and of the mass */
+    float *shared, *mass; /* gradients of the mean queries' outputs without their largest keys, and of the mass */
 } grads;
 
-/* What comes back through the keys that each query weighs itself; sums up what the others receive. */
+/* Gradients through the keys that each query weighs itself; sums up those of the others. */
 static int through_members(const head *x, grads *g, int64_t item) {
     int64_t width = padded(x->kept), size = x->size, wide = x->values, c, i, r;
     int64_t lists = width * (3 * size + 3 * wide) + MEMBERS * (size + 2 * wide + 3 * width);
@@ -74,7 +74,7 @@ static void drop_block(const head *x, int64_t begin, int64_t count, float *weigh
     drop_lanes(&x->all->dropout, x->before, x->between, x->lanes, begin, count, weights, x->lanes);
 }
 
-/* What comes back through the rows of weights of the mean queries. */
+/* Gradients through the weights of the mean queries. */
 static int through_means(const head *x, grads *g, int64_t item) {
     int64_t lanes = x->lanes, size = x->size, wide = x->values, c, j, e;
     int64_t blocks = BLOCK * (2 * lanes + size + wide);

@@ -1,8 +1,8 @@
-/* Causal clustered attention in C, backward: forth for each query, and back for what all say of the past. */
+/* Causal clustered attention in C, backward: forwards over the queries, then backwards for gradients of the past. */
 
 #include "clustered/causal_heads.h"
 
-enum { BLOCK = 64 }; /* Keys that share the products with all centroids. */
+enum { BLOCK = 64 }; /* Keys that are multiplied with all centroids at once. */
 
 typedef struct {
     problem all;
@@ -38,7 +38,7 @@ static void read_queries(const head *x, int64_t first, int64_t deep) {
     read_rows(x->all->grad, p->bf16, x->b, x->h, NULL, first, deep, p->values, x->given);
 }
 
-/* What is left at a boundary of a weight at the one before: at most all of it, for no sum of exponentials falls. */
+/* The factor from a weight at one boundary to that at the next; at most 1, since sums of exponentials never fall. */
 INLINE float faded(const head *x, int64_t boundary, int64_t r) {
     int64_t now = boundary * x->all->all.rows + r, then = now - x->all->all.rows;
     return expf(x->peak[then] - x->peak[now]) * x->mass[then] / x->mass[now];
@@ -60,7 +60,7 @@ static int64_t losers(const head *x, int64_t boundary, int64_t r) {
     return count;
 }
 
-/* Of a key that is dropped from the rest of a centroid, the value alone goes. */
+/* A key that dropout removes from the rest of a centroid loses only its value. */
 INLINE float kept_value(const head *x, int64_t r, int64_t key) {
     return kept_key(&x->all->all.dropout, (draw){x->before[r], x->between[r]}, key);
 }
@@ -69,7 +69,7 @@ static void drop_values(const head *x, int64_t first, int64_t count, float *weig
     drop_lanes(&x->all->all.dropout, x->before, x->between, x->lanes, first, count, weights, x->lanes);
 }
 
-/* What values of a block of keys weigh in the rest, [count, R]. */
+/* Weights of a block of keys' values in the rest, [count, R]. */
 static const float *value_weights(const head *x, int64_t first, int64_t count) {
     const float *weights = x->weights + first * x->lanes;
     if (!x->dropped) return weights;
@@ -78,7 +78,7 @@ static const float *value_weights(const head *x, int64_t first, int64_t count) {
     return x->dropped;
 }
 
-/* Take the chunk before a boundary into the means. */
+/* Add the chunk before a boundary to the means. */
 static void absorb(const head *x, int64_t boundary) {
     const problem *p = &x->all->all;
     int64_t begin = boundary * p->chunk, size = x->size, values = x->values, lanes = x->lanes,
@@ -114,8 +114,8 @@ static void absorb(const head *x, int64_t boundary) {
     }
 }
 
-/* What comes back to one query, and through it, from its centroid's list and the rest. `sum` and `along` are sums of
-   its exponentials and of these times the gradients of weights; those of its own chunk are in them already. */
+/* Gradients of one query, and through it of its centroid's listed keys and the rest. `sum` and `along` are sums of its
+   exponentials, and of these times the gradients of weights; they include its own chunk already. */
 static void through_past(const head *x, int64_t boundary, int64_t at, const float *query, const float *given, draw of,
                          float *sum, float *along, float *dq) {
     const problem *p = &x->all->all;
@@ -161,7 +161,7 @@ static void through_queries(const head *x, int64_t begin, int64_t first, int64_t
     drop_near(p, &of, begin, seen, deep, x->change);
     for (int64_t i = 0; i < wide; i++) most[i] = i < deep ? x->most[first + i - before] : 0.0f;
     for (int64_t i = 0; i < wide; i += WIDTH) {
-        /* Rounding of very large scores may leave no weight, and what is divided by the sum is to be 0 then. */
+        /* Rounding of very large scores may leave no weight; quotients by the sum must be 0 then. */
         vf weights = (vf){0} + 1e-37f, changes = {0};
         for (int64_t c = 0; c < seen; c++) {
             vf *weight = (vf *)(x->near + c * STRIP + i);
@@ -191,8 +191,9 @@ static void through_queries(const head *x, int64_t begin, int64_t first, int64_t
     }
 }
 
-/* What the queries after a boundary, and all later ones, say of the keys that joined the rest there. A key never leaves
-   it, and its weight fades alike for all queries behind a boundary, so their gradients are summed up from the end. */
+/* Gradients from the queries after a boundary, and all later ones, to the keys that joined the rest there. A key never
+   leaves the rest, and its weight fades alike for all queries after a boundary, so gradients are summed from the
+   end. */
 static void through_means(const head *x, int64_t boundary) {
     const problem *p = &x->all->all;
     int64_t size = x->size, values = x->values, lanes = x->lanes, before = p->keys - p->length;

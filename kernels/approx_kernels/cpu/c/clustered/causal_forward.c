@@ -1,14 +1,15 @@
-/* Causal clustered attention in C: one walk over the keys of a head, with what each centroid has made of the past. */
+/* Causal clustered attention in C: one pass over the keys of a head, with a state of the past for each centroid. */
 
 #include "clustered/causal_heads.h"
 #include "largest.h"
 
-/* Keys that meet all centroids at once, and centroids for which keys are not worth turning. */
+/* Keys that are multiplied with all centroids at once, and the number of centroids below which keys are not
+   transposed. */
 enum { BLOCK = 128, FEW = 4 };
 
-/* Keys and values of one head, and of each centroid: itself, scaled, and what rounding takes; its largest keys with
-   their scores; of all other keys the largest score, and the sums relative to it of weights, of weighted keys and of
-   weighted values. */
+/* Keys and values of one head, and for each centroid: the scaled centroid and its rounding errors; its largest keys
+   with their scores; and for all other keys the largest score, and relative to it the sums of weights, weighted keys
+   and weighted values. */
 typedef struct {
     const problem *all;
     int64_t item, size, values;
@@ -35,7 +36,7 @@ static int64_t compete(past *x, int64_t r, int64_t begin, int64_t count, float *
     return losers;
 }
 
-/* Take `count` keys from `begin` on into the past. */
+/* Add `count` keys from `begin` on to the past. */
 static void absorb(past *x, int64_t begin, int64_t count) {
     const problem *p = x->all;
     const float *keys = x->keys + begin * x->size, *values = x->v + begin * x->values;
@@ -47,7 +48,7 @@ static void absorb(past *x, int64_t begin, int64_t count) {
     } else {
         right standing = columns_right(x->half, count, p->size, keys, x->size, x->standing);
         multiply(p->rows, wide, p->size, x->rows, x->size, 1, standing, 0, 0, x->scores, BLOCK, 0);
-        /* Which keys a centroid lists is not left to rounding. */
+        /* Rounding must not decide which keys a centroid lists. */
         if (x->half) multiply(p->rows, wide, p->size, x->residues, x->size, 1, standing, 0, 0, x->scores, BLOCK, 1);
     }
     for (int64_t r = 0; r < p->rows; r++) {
@@ -75,7 +76,7 @@ static void absorb(past *x, int64_t begin, int64_t count) {
     multiply(p->rows, x->values, count, x->scores, BLOCK, 1, lying, 0, 0, x->mean_value, x->values, 1);
 }
 
-/* Leave the past of a boundary to the backward pass. */
+/* Store the past of a boundary for the backward pass. */
 static void keep(const past *x, int64_t boundary) {
     const problem *p = x->all;
     int64_t R = p->rows, place = (x->item * boundaries(p) + boundary) * R;
@@ -84,14 +85,15 @@ static void keep(const past *x, int64_t boundary) {
     memcpy(p->peak + place, x->peak, sizeof(float) * R), memcpy(p->mass + place, x->mass, sizeof(float) * R);
 }
 
-/* Add to a query's output what comes from its centroid's list and the rest, relative to its largest score, which these
-   may raise; the sum of their exponentials is returned. `own` has room for K + 1 scores. */
+/* Add its centroid's listed keys and the rest to a query's output, relative to its largest score, which they may raise;
+   the sum of their exponentials is returned. `own` has room for K + 1 scores. */
 static float attend_past(const past *x, int64_t r, const float *query, draw of, float *most, float *own, float *out) {
     int64_t kept = x->all->kept;
     const int32_t *top = x->lists[r].keys;
     const float *mean = x->mean_key + r * x->size;
     listed_products(x->size, top, kept, query, x->keys, own);
-    /* The tangent of a convex function: the remaining mass of a query near the centroid, and never more than it. */
+    /* The tangent of a convex function: close to the remaining mass of a query near the centroid, and never above
+       it. */
     float tangent = (dot(x->size, query, mean) - dot(x->size, x->rows + r * x->size, mean)) / x->mass[r];
     own[kept] = x->peak[r] + logf(x->mass[r]) + tangent;
     *most = row_most(kept + 1, own, *most);

@@ -1,4 +1,4 @@
-/* What both directions of causal clustered attention in C begin with: strips of queries, and listed keys. */
+/* Common to both directions of causal clustered attention in C: strips of queries, and listed keys. */
 #pragma once
 
 #include "halves.h"
@@ -6,7 +6,7 @@
 #include "softmax.h"
 #include "dropout.h"
 
-/* Queries that stand side by side in the products with the keys of their chunk, and listed keys that pass together. */
+/* Queries that are multiplied with the keys of their chunk together, and listed keys that are processed together. */
 enum { STRIP = 32, TOGETHER = 4 };
 
 typedef struct {
@@ -23,7 +23,7 @@ typedef struct {
 } problem;
 SIZE_OF(causal_clustered, problem)
 
-/* Chunks that have another after them; a boundary stands between the two. */
+/* The number of chunks that have a next one; a boundary lies between the two. */
 INLINE int64_t boundaries(const problem *p) { return (p->keys - 1) / p->chunk; }
 
 /* Draws of the queries of a strip; of nothing where nothing is dropped. */
@@ -38,7 +38,7 @@ static void draw_strip(const problem *p, int64_t item, int64_t at, int64_t deep,
 
 INLINE draw drawn(const draws *of, int64_t i) { return (draw){of->before[i], of->between[i]}; }
 
-/* That of a centroid: what it weighs for the rest is dropped once, for all queries behind. */
+/* The draw of a centroid: dropout of its weights for the rest is the same for all later queries. */
 INLINE draw draw_of_centroid(const problem *p, int64_t item, int64_t r) {
     return draw_of(&p->dropout, p->batch * p->heads + item, r);
 }
@@ -61,7 +61,7 @@ static void hide_later(int64_t seen, int64_t deep, float *scores) {
         for (int64_t i = 0; i < late; i++) scores[(seen - deep + late) * STRIP + i] = -INFINITY;
 }
 
-/* Products of a row with listed rows, several at a time, or each waits for its own sum; whole vectors are written. */
+/* Products of a row with listed rows, several at a time, so that none waits for its own sum; writes whole vectors. */
 static void listed_products(int64_t n, const int32_t *list, int64_t count, const float *row, const float *rows,
                             float *to) {
     for (int64_t j = 0; j < count; j += TOGETHER) {

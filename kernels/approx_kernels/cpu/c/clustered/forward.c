@@ -8,7 +8,7 @@ typedef struct {
     candidates *top;
 } pass;
 
-/* What the mean queries attend to, not yet divided by the sums, and candidates for their largest keys. */
+/* Outputs of the mean queries, not yet divided by the sums, and candidates for their largest keys. */
 static void attend_means(const head *x, pass *w) {
     const problem *all = x->all;
     int64_t wide = x->values, c, j;
@@ -36,15 +36,15 @@ static void attend_means(const head *x, pass *w) {
     }
 }
 
-/* Take the share of the largest keys from what the mean query of cluster c attends to, and return their mass. */
+/* Subtract the largest keys from the output of the mean query of cluster c, and return their mass. */
 static float take_share(const head *x, int64_t c, const int32_t *top, right keys, const float *values, int64_t width,
                         float *scores, float sums, float *rest) {
     if (x->kept == x->keys) {
-        /* Nothing is left beside them, exactly. */
+        /* Exactly nothing remains without them. */
         memset(rest, 0, sizeof(float) * x->all->values);
         return 1;
     }
-    /* As before, to the bit: shares of one sum. */
+    /* The same bits as before: shares of one sum. */
     multiply(1, width, x->all->size, x->means + c * x->size, x->size, 1, keys, 0, 0, scores, width, 0);
     if (x->residues)
         multiply(1, width, x->all->size, x->residues + c * x->size, x->size, 1, keys, 0, 0, scores, width, 1);

@@ -1,4 +1,4 @@
-/* What both directions of clustered attention in C begin with: one head of one sample, and what it reads. */
+/* Common to both directions of clustered attention in C: one head of one sample, and its inputs. */
 #pragma once
 
 #include "halves.h"
@@ -6,7 +6,7 @@
 #include "softmax.h"
 #include "dropout.h"
 
-/* Keys of a block; what belongs to it stays in a core's own cache. */
+/* Keys of a block, whose data stay in a core's own cache. */
 #define BLOCK 128
 /* Queries of one cluster that share one product. */
 #define MEMBERS 32
@@ -31,7 +31,7 @@ typedef struct {
     const int32_t *keys_at, *groups;
     int32_t *first, *order; /* cluster c has places first[c] up to first[c + 1]; order[place] is the token there */
     float *means,
-        *residues; /* mean queries, scaled, [C, D]; what rounding takes of them, NULL where it does not matter */
+        *residues; /* mean queries, scaled, [C, D]; their rounding errors, NULL where these do not matter */
     int half;
     uint32_t *before, *between; /* draws of the clusters, [C]; of nothing where nothing is dropped */
 } head;
@@ -95,7 +95,7 @@ static int gather(head *x, const problem *all, int64_t item) {
         }
         for (d = 0; d < x->size; d++) mean[d] /= count ? count : 1;
     }
-    /* Which keys score highest is not left to rounding. */
+    /* Rounding must not decide which keys have the highest scores. */
     x->residues = x->half && x->kept ? x->means + means : NULL;
     if (x->residues) rounding(means, x->means, x->residues);
     return 1;

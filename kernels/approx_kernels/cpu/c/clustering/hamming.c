@@ -1,4 +1,4 @@
-/* Sign hashes and their Hamming k-means in C: a head's words stay in a core's own cache. */
+/* Sign hashes and Hamming k-means in C: the words of a head stay in a core's own cache. */
 
 #include "parts.h"
 #include "rows.h"
@@ -26,8 +26,8 @@ INLINE uint64_t signs(const float *row) {
     return word;
 }
 
-/* Planes across, [D, BITS], and in a last row what is added to heights: their biases, and what no height makes up
-   for. */
+/* Planes transposed, [D, BITS], with a last row that is added to heights: their biases, or a value that no height
+   reaches. */
 static void stand(const float *planes, int64_t bits, int64_t size, float *across) {
     for (int64_t d = 0; d <= size; d++)
         for (int64_t i = 0; i < BITS; i++) {
@@ -36,7 +36,7 @@ static void stand(const float *planes, int64_t bits, int64_t size, float *across
         }
 }
 
-/* Words of some queries of a head, the first n where none are named; of bfloat16 by planes in parts, if there are
+/* Words of some queries of a head, the first n unless they are named; for bfloat16 by planes in parts, if there are
    any. */
 static void hash(tensor q, int64_t bf16, int64_t b, int64_t h, const int32_t *tokens, int64_t n, int64_t size,
                  int64_t bits, const float *across, split parts, float *memory, uint64_t *words) {
@@ -166,7 +166,7 @@ static int move(const uint64_t *words, int64_t n, const int32_t *groups, uint64_
 }
 
 /* q [B, H, L, D], planes [bits, D + 1] -> groups [B, H, L], of the real tokens of each sample in their order; a sample
-   without clusters is left out, and one of no more queries than clusters keeps each apart. */
+   without clusters is skipped, and with no more queries than clusters each query is a cluster. */
 int cluster(const tensor *q, const float *planes, const int32_t *tokens, const int64_t *counts, const int64_t *clusters,
             const int64_t *draws, int64_t bf16, int64_t batch, int64_t heads, int64_t length, int64_t size,
             int64_t bits, int64_t iterations, int64_t stride, int64_t threads, int32_t *groups) {
@@ -174,7 +174,7 @@ int cluster(const tensor *q, const float *planes, const int32_t *tokens, const i
     float *across = floats((size + 1) * BITS);
     if (!across) return 1;
     stand(planes, bits, size, across);
-    /* Three parts are all of a plane: what is hashed does not depend on the processor. */
+    /* Three parts hold all bits of a plane, so hashes do not depend on the processor. */
     split parts = split_rows(bf16, 3, size, BITS, 1.0f, across, BITS);
 #pragma omp parallel for schedule(dynamic) num_threads(threads) reduction(| : failed)
     for (int64_t item = 0; item < batch * heads; item++) {

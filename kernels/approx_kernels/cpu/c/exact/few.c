@@ -1,10 +1,10 @@
-/* Softmax attention of a few queries in C, such as those of a decoding step: keys and values are read once, as they
-   lie. */
+/* Softmax attention of a few queries in C, such as those of a decoding step: keys and values are read once, in
+   place. */
 
 #include "rows.h"
 #include "softmax.h"
 
-/* Keys that are weighed together; no sum is longer before it joins another. */
+/* Keys that are weighed together; longer sums are added in parts. */
 enum { BLOCK = 64 };
 
 typedef struct {
@@ -29,7 +29,7 @@ INLINE void meet(const int bf16, const int count, int64_t size, const float *que
     for (int j = 0; j < count; j++) to[j] = lane_sum(sums[j]);
 }
 
-/* What the values of a block add to VECTORS vectors of an output, whose sums stay in registers meanwhile. */
+/* Add the values of a block to VECTORS vectors of an output, whose sums stay in registers meanwhile. */
 INLINE void gather(const int bf16, const int vectors, int64_t count, const float *weights, tensor v, int64_t at,
                    float fade, float *out) {
     vf sums[8];
@@ -47,7 +47,7 @@ INLINE void gather(const int bf16, const int vectors, int64_t count, const float
     }
 }
 
-/* Keys [first, first + count), which a query sees, joined to what it has made of earlier ones. */
+/* Add the keys [first, first + count) to the running softmax of a query. */
 INLINE void join(const problem *p, const int bf16, int64_t b, int64_t h, int64_t first, int64_t count,
                  const float *query, float *most, float *sum, float *out) {
     float scores[BLOCK];
@@ -58,7 +58,7 @@ INLINE void join(const problem *p, const int bf16, int64_t b, int64_t h, int64_t
         for (j = 0; j < count; j++)
             if (!p->mask[b * p->keys + first + j]) scores[j] = -INFINITY;
     float fade = softmax_step(count, scores, most, sum);
-    /* What padding holds before the first real key is not looked at. */
+    /* Padding before the first real key is not read. */
     if (*sum == 0.0f) return;
     int64_t at = 0;
     for (; at + 8 * WIDTH <= p->values; at += 8 * WIDTH)

@@ -1,4 +1,4 @@
-/* Gradients of softmax attention to listed keys in C; weights are computed again from their normalisers. */
+/* Gradients of softmax attention to listed keys in C; weights are recomputed from their normalisers. */
 
 #include "key_lists/tiles.h"
 
@@ -10,16 +10,16 @@ typedef struct {
 } backward_problem;
 SIZE_OF(key_lists_backward, backward_problem)
 
-/* Scores of a query become weights, and gradients of weights those of scores; returns that of the span, times the
+/* Turn scores of a query into weights and gradients of weights into those of scores; returns the span's, times the
    ramp. */
 INLINE float weigh(const keys_of_block *t, int64_t begin, int64_t end, int32_t position, float lse, float share,
                    float *row, float *change) {
-    /* It saw nothing: no weight is left after the mask. */
+    /* The query saw nothing: the mask left no weight. */
     lse = lse == -INFINITY ? 0.0f : lse;
     vf longer = {0};
     for (int64_t c = begin; c < end; c += WIDTH) {
         vf above = *(vf *)(row + c) - lse, grad = *(vf *)(change + c) - share;
-        /* One that distance lessens may be above 1 before that. */
+        /* A weight that distance reduces may be above 1 before. */
         vf weight = t->soft ? vexp(smaller((vf){0} + 80.0f, above)) : vweight(above);
         if (t->partial) weight = choose(seen(t, c, position), weight, (vf){0});
         if (t->soft) {
@@ -43,7 +43,7 @@ static void itself(const problem *p, int64_t b, int64_t h, int64_t at, float lse
     add_row(p->size, weight * change, key, dq), add_row(p->size, weight * change, query, dk);
 }
 
-/* Of each query, which of the keys that its block sees has the largest score; -1 where it sees none. */
+/* For each query, the key in its block's list with the largest score; -1 if it sees none. */
 static void find_largest(const problem *p, int64_t b, int64_t h, const queries_of_block *w, int half,
                          const float *queries, float *keys, float *standing, float *scores, int64_t *which) {
     int64_t size = padded(p->size), most = half ? HALF_STRIP : STRIP, passed = 0;
@@ -97,7 +97,7 @@ static int gradients(const backward_problem *g, int64_t b, int64_t h) {
         memset(dq, 0, sizeof(float) * w.rows * size);
         for (int64_t i = 0; i < w.rows; i++) {
             share[i] = dot(width, given + i * width, out + i * width);
-            /* By a normaliser that is relative to the largest weight, that key's score has the opposite of all
+            /* As normalisers are relative to the largest weight, that key's score gets the negative sum of all
                gradients. */
             int64_t at = (b * p->heads + h) * p->length + token(w.order, w.first + i);
             if (g->dtotals) raised[i] = g->dtotals[at] * p->totals[at], share[i] -= raised[i];
@@ -150,7 +150,7 @@ static int gradients(const backward_problem *g, int64_t b, int64_t h) {
         }
         for (int64_t i = 0; i < w.rows; i++) {
             scale_row(size, p->scale, dq + i * size);
-            /* Earlier parts of the softmax have left theirs; queries are needed no more. */
+            /* Earlier parts of the softmax have stored theirs; the queries are no longer needed. */
             if (w.part) read_rows(g->dq, 0, b, h, w.order, w.first + i, 1, D, queries);
             if (w.part) add_row(size, 1.0f, queries, dq + i * size);
         }

@@ -4,7 +4,7 @@
 #include "softmax.h"
 #include "key_lists/strips.h"
 
-/* Scores of a query in columns from begin to end become weights relative to the largest so far. */
+/* Turn scores of a query in columns from begin to end into weights relative to the largest so far. */
 INLINE void weigh(const keys_of_block *t, int64_t begin, int64_t end, int32_t position, float *row, int64_t width,
                   float *out, float *top, float *sum) {
     for (int64_t c = begin; t->partial && c < end; c += WIDTH)
@@ -28,7 +28,7 @@ static int attend(const problem *p, int64_t b, int64_t h) {
     float *queries = memory, *keys = queries + ROWS * size, *values = keys + KEYS * size, *out = values + KEYS * width;
     float *standing = out + ROWS * width, *lying = standing + room(D, KEYS), *scores = standing + rooms;
     float *top = scores + HALF_STRIP * KEYS, *sum = top + ROWS, *lse = p->lse + (b * p->heads + h) * p->length;
-    /* What is added to is float32. */
+    /* Buffers that are added to are float32. */
     int narrow = p->bf16 && p->parts == 1, half = begin_halves(p->bf16, p->length);
     int64_t most = half ? HALF_STRIP : STRIP;
     queries_of_block w;
@@ -36,7 +36,7 @@ static int attend(const problem *p, int64_t b, int64_t h) {
     for (blocks_of(p, b * p->heads + h, &w.block, &last); w.block < last; w.block++) {
         queries_from(p, b, h, &w);
         read_scaled(p->q, p->bf16, b, h, w.order, w.first, w.rows, D, p->scale, queries);
-        /* What earlier parts made is one weight of 1. */
+        /* The result of earlier parts counts as one weight of 1. */
         if (w.part) read_scaled(p->out, narrow, b, h, w.order, w.first, w.rows, E, 1.0f, out);
         else memset(out, 0, sizeof(float) * w.rows * width);
         for (int64_t i = 0; i < w.rows; i++) {

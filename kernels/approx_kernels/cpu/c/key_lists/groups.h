@@ -90,8 +90,8 @@ static void pack_values(const problem *p, int64_t from, const int64_t *key, uint
     for (int64_t i = 0; i < SIDE; i++) write_parts((__m512)block[i], (__m512)other[i], to + i * 64);
 }
 
-/* Keys and values of a group as tiles of the left side of products: as they lie, and across. What padding holds may be
-   no number, and times a weight of 0 it would not be 0. */
+/* Keys and values of a group as tiles of the left side of products: as they lie, and across. Padding may hold NaN,
+   which times a weight of 0 is not 0. */
 static void pack_group(const problem *p, const strips *s, const strip *t, int64_t at) {
     int64_t first = at * SPAN, end = lesser(first + SPAN, p->ranks), next = lesser(end + SPAN, p->ranks), key[SPAN];
     int64_t step = s->parts * 2 * TILE, keys = head_of(p->k, t->b, t->h);

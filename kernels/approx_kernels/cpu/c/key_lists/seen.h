@@ -1,10 +1,10 @@
-/* Which groups of keys a strip of queries sees, in C, and of which keys of them it is not to know. */
+/* Which groups of keys a strip of queries sees, in C, and which of their keys are hidden. */
 #pragma once
 
 #include "key_lists/groups.h"
 
 #if WIDTH == 16
-/* Ranks of keys of an entry that somebody at these positions sees; distances between tokens tell nothing of ranks. */
+/* Ranks of an entry's keys that some query at these positions sees; distances of tokens do not bound ranks. */
 INLINE void range_of(const problem *p, const entry *e, int64_t early, int64_t late, int64_t *begin, int64_t *end) {
     *begin = p->own ? e->begin : greater(e->begin, early + e->low);
     *end = p->own ? e->end : lesser(e->end, late + e->high + 1);
@@ -16,7 +16,7 @@ INLINE int64_t reach_of(const problem *p, int64_t h) {
     return p->spans ? whole_span(p->spans[h] + p->ramp, all) : all;
 }
 
-/* What the score of a head loses by distance, up to where nothing is left. */
+/* The reduction of a head's scores by distance, up to where no weight is left. */
 static void fade(const problem *p, int64_t h, float *faded) {
     int64_t reach = reach_of(p, h);
     for (int64_t away = 0; away <= reach; away++) {
@@ -25,7 +25,7 @@ static void fade(const problem *p, int64_t h, float *faded) {
     }
 }
 
-/* The groups that a strip sees, in which somebody is real. */
+/* The groups that a strip sees and that have real keys. */
 static int64_t groups_of(const problem *p, const strip *t, int64_t block, group *list) {
     int64_t count = 0, reach = reach_of(p, t->h), begin, end;
     for (int64_t e = p->first[block]; e < p->first[block + 1]; e++) {

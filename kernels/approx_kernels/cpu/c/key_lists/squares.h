@@ -18,8 +18,8 @@ typedef struct {
     int32_t at, entry;
 } group;
 
-/* What a thread works with: keys and values of a head as tiles, packed where somebody saw them; and of a strip the
-   rest. */
+/* The buffers of a thread: keys and values of a head as tiles, packed once some query sees them; and data of a
+   strip. */
 typedef struct {
     int64_t groups, deep, pairs, parts, item, part;
     char *keys, *values, *queries, *weights;
@@ -48,7 +48,7 @@ INLINE __m512 total(const lanes *l) { return _mm512_add_ps(l->sum, _mm512_add_ps
 
 INLINE void gather_sums(lanes *l) { l->sum = total(l), l->low = l->high = _mm512_setzero_ps(); }
 
-/* 2^x of what is rounded to bfloat16 next, within 1e-4; 0 at minus infinity. */
+/* 2^x for results that are rounded to bfloat16 next, within 1e-4; 0 at minus infinity. */
 INLINE __m512 power(__m512 x) {
     __m512 part = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF);
     __m512 y = _mm512_fmadd_ps(part, _mm512_set1_ps(0.0790209f), _mm512_set1_ps(0.224121f));
@@ -83,7 +83,7 @@ INLINE void write_weights(const int wide, __m512 low, __m512 high, char *to) {
 }
 END_STAND_INS
 
-/* A product that no compiler joins with what follows. */
+/* A product that no compiler fuses with the following addition. */
 INLINE __m512 rounded_product(__m512 a, __m512 b) {
     __m512 product = _mm512_mul_ps(a, b);
     __asm__("" : "+v"(product));
@@ -91,8 +91,8 @@ INLINE __m512 rounded_product(__m512 a, __m512 b) {
 }
 
 INLINE void weigh_lanes(const int wide, const float *scores, __m512 factor, lanes *l, char *weights) {
-    /* Products are rounded as that of the origin was: beside it, one that is not is off by its last bit, and that of a
-       large score is more than any exponential bears. */
+    /* Products are rounded as the origin's was: one that is not differs in its last bit, which for a large score is too
+       much for an exponential. */
     __m512 low = _mm512_sub_ps(rounded_product(_mm512_load_ps(scores), factor), l->origin);
     __m512 high = _mm512_sub_ps(rounded_product(_mm512_load_ps(scores + SPAN), factor), l->origin);
     low = wide ? whole_power(low) : power(low), high = wide ? whole_power(high) : power(high);
@@ -154,7 +154,7 @@ INLINE void meet(const int wide, const strips *s, int64_t at, float *scores, wei
     write_square(scores);
 }
 
-/* What the values of some groups add to 32 numbers of the outputs, which are numbers by queries. */
+/* Add the values of some groups to 32 numbers of the outputs, which are numbers by queries. */
 INLINE void bring(const int wide, const strips *s, int64_t pair, const group *groups, int64_t count,
                   const char *weights, weighing *w, int64_t share) {
     const int64_t step = (wide ? PARTS : 1) * 2 * TILE;

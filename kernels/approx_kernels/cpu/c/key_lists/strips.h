@@ -12,18 +12,18 @@ INLINE void highest(const float *scores, __m512 *left, __m512 *right) {
     }
 }
 
-/* Lanes whose sums are out of bounds, and would not stay numbers for long. */
+/* Lanes whose sums are out of bounds and would soon overflow. */
 INLINE __mmask16 astray(const lanes *l) {
     __m512 sum = total(l);
     return _mm512_cmp_ps_mask(sum, _mm512_set1_ps(0x1p24f), _CMP_GT_OQ) |
            _mm512_cmp_ps_mask(sum, _mm512_set1_ps(0x1p-24f), _CMP_LT_OQ);
 }
 
-/* The largest score becomes the origin of lanes astray that see anything, and all that they have summed up follows. */
+/* In lanes out of bounds that see anything, the largest score becomes the origin, and their sums are rescaled. */
 INLINE void rise(const strips *s, lanes *l, __m512 top, int64_t half) {
     __m512 one = _mm512_set1_ps(1.0f);
     __mmask16 rising = astray(l) & _mm512_cmp_ps_mask(top, _mm512_set1_ps(-INFINITY), _CMP_NEQ_UQ);
-    /* What is nothing yet stays it, however far the origin moves. */
+    /* Sums that are still 0 stay 0, however far the origin moves. */
     __mmask16 some = rising & _mm512_cmp_ps_mask(l->sum, _mm512_setzero_ps(), _CMP_NEQ_UQ);
     __m512 kept = _mm512_mask_mov_ps(one, some, whole_power(_mm512_sub_ps(l->origin, top)));
     l->origin = _mm512_mask_mov_ps(l->origin, rising, top);
@@ -32,7 +32,7 @@ INLINE void rise(const strips *s, lanes *l, __m512 top, int64_t half) {
         _mm512_store_ps(out, _mm512_mul_ps(kept, _mm512_load_ps(out)));
 }
 
-/* Weights of some groups again, when the first attempt left the bounds. */
+/* Compute the weights of some groups again, after the first attempt left the bounds. */
 static __attribute__((noinline)) void weigh_again(int wide, const problem *p, const strips *s, const strip *t,
                                                   const group *groups, int64_t count, char *weights, weighing *w) {
     __m512 left = _mm512_set1_ps(-INFINITY), right = left;
@@ -51,8 +51,7 @@ static __attribute__((noinline)) void weigh_again(int wide, const problem *p, co
     }
 }
 
-/* What queries know before their lists: what earlier parts made, as one weight of 1, or the key at their own
-   position. */
+/* The state of queries before their lists: earlier parts, as one weight of 1, or the key at their own position. */
 static void begin_lanes(const problem *p, const strips *s, const strip *t, const queries_of_block *w, lanes *left,
                         lanes *right) {
     float origin[SPAN] = {0}, sum[SPAN] = {0};
@@ -78,7 +77,7 @@ static void begin_lanes(const problem *p, const strips *s, const strip *t, const
     *right = (lanes){_mm512_loadu_ps(origin + SIDE), _mm512_loadu_ps(sum + SIDE), none, none};
 }
 
-/* Lanes that know nothing begin with the largest of their first scores. */
+/* Lanes without a state begin with the largest of their first scores. */
 INLINE void begin_origin(lanes *l, __m512 top, __m512 factor) {
     __mmask16 fresh = _mm512_cmp_ps_mask(l->sum, _mm512_setzero_ps(), _CMP_EQ_OQ);
     fresh &= _mm512_cmp_ps_mask(top, _mm512_set1_ps(-INFINITY), _CMP_NEQ_UQ);
@@ -102,7 +101,7 @@ static void write_lanes(const problem *p, const strips *s, const strip *t, const
         for (int64_t i = 0; i < rows; i++) {
             int64_t at = head + token(t->queries, t->first + half + i) * p->out.row + e;
             __mmask16 there = first_lanes(p->values - e);
-            /* What parts add to is float32. */
+            /* Buffers that parts add to are float32. */
             if (p->parts > 1 || !p->bf16) _mm512_mask_storeu_ps((float *)p->out.data + at, there, (__m512)block[i]);
             else _mm256_mask_storeu_epi16((uint16_t *)p->out.data + at, there, (__m256i)halves(block[i]));
         }
@@ -176,8 +175,7 @@ static void attend_block(const problem *p, strips *s, int64_t item, int64_t bloc
     }
 }
 
-/* Whether strips save time: not where lists are of few keys here and there, for strips and groups are computed
-   whole. */
+/* Whether strips save time: not for lists of a few scattered keys, since strips and groups are computed whole. */
 static int worth_strips(const problem *p) {
     if (p->dropout.bound || (HAVE_TILES && !tiles_at_hand()) || p->length < SIDE) return 0;
     if ((p->spans || p->totals) && p->scale <= 0.0f) return 0;
@@ -191,7 +189,7 @@ static int worth_strips(const problem *p) {
                 listed += rows * (end - begin);
                 computed += SPAN * ((end + SPAN - 1) / SPAN * SPAN - begin / SPAN * SPAN);
             }
-    /* What strips gain, measured where lists are dense. */
+    /* The gain by strips, measured for dense lists. */
     return computed <= (HAVE_TILES ? 3.0 : is_wide(p) ? 1.25 : 2.0) * listed;
 }
 

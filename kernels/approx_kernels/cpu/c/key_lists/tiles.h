@@ -1,11 +1,11 @@
-/* Blocks of queries and the keys that they see, in C: what both passes of attention to lists of keys have in common. */
+/* Blocks of queries and the keys that they see, in C: common to both passes of attention to lists of keys. */
 #pragma once
 
 #include "parts.h"
 #include "rows.h"
 #include "dropout.h"
 
-/* What a call returns whose blocks or lists are wrong; 1 is what it returns without memory. */
+/* The result of a call whose blocks or lists are wrong; 1 is the result without memory. */
 enum { OUT_OF_BOUNDS = 2 };
 
 /* Strips of rows are whole tiles of a product, and skip the columns that none of them sees. */
@@ -33,7 +33,7 @@ typedef struct {
     const int32_t
         *places; /* [2, P, B H, ranks]: entries by rank, which are the same in all parts, and ranks of entries */
     float *lse; /* [B, H, L] */
-    float *totals; /* [B, H, L], normalisers relative to the largest weight; NULL where nobody asks */
+    float *totals; /* [B, H, L], normalisers relative to the largest weight; NULL if unused */
     const float *spans; /* [H]: weights fall to 0 from that distance on; NULL where they do not */
     float scale, ramp,
         itself; /* how often a query sees the key at its own position besides its lists; below 0 not even there */
@@ -64,7 +64,7 @@ INLINE const int32_t *order_of(const problem *p, const int32_t *order, int64_t b
     return order + (p->own_orders ? (part * p->batch + b) * p->heads + h : part) * n;
 }
 
-/* What there is of each query, or of each rank, of a head in a part: the first such thing, or the second. */
+/* An array with an entry for each query, or each rank, of a head in a part: the first such array, or the second. */
 INLINE const int32_t *part_of(const problem *p, const int32_t *of, int64_t second, int64_t part, int64_t item,
                               int64_t n) {
     return of + ((second * p->parts + part) * p->batch * p->heads + item) * n;
@@ -104,7 +104,7 @@ static void queries_from(const problem *p, int64_t b, int64_t h, queries_of_bloc
         w->at[i] = (int32_t)(p->before + (p->own ? token(w->order, w->first + i) : w->first + i));
 }
 
-/* A distance rounded up, from 0 to all; what is no number or has no end spans all. */
+/* A distance rounded up, from 0 to all; NaN and infinity span all. */
 INLINE int64_t whole_span(float span, int64_t all) {
     return span <= 0.0f ? 0 : span < (float)all ? lesser((int64_t)ceilf(span), all) : all;
 }
@@ -150,7 +150,7 @@ static int64_t next_keys(const problem *p, int64_t b, const queries_of_block *w,
             t->from[t->count] = (int32_t)(j - high), t->to[t->count++] = (int32_t)(j - low);
         }
     }
-    /* What fills up the last vector is seen by nobody. */
+    /* No query sees the padding of the last vector. */
     for (int64_t c = t->count; c % WIDTH; c++)
         t->partial = 1, t->from[c] = INT32_MAX, t->to[c] = INT32_MIN, t->place[c] = 0;
     return t->count;
@@ -161,13 +161,13 @@ INLINE int sees_itself(const problem *p, const queries_of_block *w, int64_t i) {
     return p->itself > 0.0f && !w->part && w->at[i] >= 0;
 }
 
-/* Its score, as high as if it were seen so often; the key is left in a row of whole vectors. */
+/* Its score, raised as if it were seen that often; the key is stored in a row of whole vectors. */
 INLINE float own_score(const problem *p, int64_t b, int64_t h, int64_t at, const float *query, float *key) {
     read_rows(p->k, p->bf16, b, h, NULL, at, 1, p->size, key);
     return logf(p->itself) + dot(p->size, query, key);
 }
 
-/* In each part of the softmax weights are dropped on their own. */
+/* Each part of the softmax has its own dropout. */
 INLINE draw draw_at(const problem *p, int64_t b, int64_t h, const queries_of_block *w, int64_t i) {
     return draw_of(&p->dropout, (w->part * p->batch + b) * p->heads + h, token(w->order, w->first + i));
 }
@@ -182,7 +182,7 @@ INLINE void columns(const keys_of_block *t, int64_t early, int64_t late, int64_t
     *begin = *begin / WIDTH * WIDTH, *end = padded(last);
 }
 
-/* Find out which keys nothing hides from a query: its own, and what an earlier part has shown. */
+/* Find the keys that no part hides from a query: its own, and keys that an earlier part has shown. */
 INLINE void screen(const problem *p, const queries_of_block *w, int64_t i, int64_t begin, int64_t end,
                    keys_of_block *t) {
     if (!t->screened) return;
@@ -205,7 +205,7 @@ INLINE vi seen(const keys_of_block *t, int64_t c, int32_t position) {
     return near;
 }
 
-/* How much the distance leaves of weights, before it is cut at 1. */
+/* The factor of weights by distance, before it is clipped to 1. */
 INLINE vf left_over(const keys_of_block *t, int64_t c, int32_t position) {
     vi away = *(const vi *)(t->place + c) - position;
     vf distance = __builtin_convertvector(away, vf);

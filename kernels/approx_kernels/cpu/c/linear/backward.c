@@ -1,4 +1,4 @@
-/* Gradients of attention by features in C; features and pairs are computed again. */
+/* Gradients of attention by features in C; features and pairs are recomputed. */
 
 #include "linear/heads.h"
 
@@ -41,8 +41,8 @@ static int gradients(const backward_problem *g, const float *across, int64_t b, 
     float *memory = begin(&x, p, across, b, h,
                           lying + 2 * standing + TOKENS * (4 * size + 3 * width) + CHUNK * (size + width) +
                               2 * CHUNK * CHUNK + 2 * size + 2 * L);
-    /* What the features of each chunk are relative to, after the keys before all chunks. A chunk may be one token;
-       memory that is not written costs nothing. */
+    /* The logarithms that the features of each chunk are relative to, after the keys before all chunks. A chunk may be
+       one token; memory that is not written costs nothing. */
     float *tops = malloc(sizeof(float) * (exponential ? (p->causal ? L + 1 : 1) * size : 1));
     int64_t *starts = malloc(sizeof(int64_t) * (L + 1)), chunks = 0;
     if (!memory || !tops || !starts) return free(memory), free(tops), free(starts), 1;

@@ -10,8 +10,8 @@
 
 enum { TOKENS = 64, CHUNK = 32, STRIP = 16 };
 enum { ELU, RELU, EXP };
-/* How far a feature's logarithm may rise above what it is relative to: exp(60) times any sum here is a float32, and
-   what a query's features lose below exp(-87) meets at most exp(60), which leaves nothing beside weights of 1. */
+/* How far a feature's logarithm may rise above its reference: exp(60) times any sum here is a float32, and query
+   features that underflow below exp(-87) meet at most exp(60), which is negligible next to weights of 1. */
 #define RISE 60.0f
 /* Below every logarithm, and finite, so that differences of it are numbers. */
 #define LOWEST -8e37f
@@ -91,7 +91,7 @@ static float *begin(head *x, const problem *p, const float *across, int64_t b, i
                 top + size,
                 top + 2 * size,
                 {0}};
-    /* What fills up the last vector never rises. */
+    /* The padding of the last vector never rises. */
     for (int64_t f = 0; f < size; f++)
         x->higher[f] = x->top[f] = f >= F ? 0.0f : p->tops ? p->tops[(b * p->heads + h) * F + f] : LOWEST;
     return memory;
@@ -176,7 +176,7 @@ static int move_top(head *x, const float *to) {
     return count_true(moved) > 0;
 }
 
-/* Let the largest logarithms so far, these keys' among them, be what features are relative to. */
+/* Make features relative to the largest logarithms so far, including these keys'. */
 static int lift(head *x, int64_t first, int64_t rows, const float *logs) {
     if (x->all->map != EXP) return 0;
     for (int64_t i = 0; i < rows; i++)
@@ -184,10 +184,8 @@ static int lift(head *x, int64_t first, int64_t rows, const float *logs) {
     return move_top(x, x->higher);
 }
 
-/* How many of some keys, the first of which has been lifted to, do not rise too far; they count for the next lift.
-
-   A query may not know how large later keys are, not even through rounding: what a key that rises too far changes
-   begins with it. */
+/* How many of some keys, after the first one, do not rise too far; they count at the next lift. A query must not depend
+   on later keys, not even by rounding, so a key that rises too far changes only what follows. */
 static int64_t near(head *x, int64_t first, int64_t rows, const float *logs) {
     if (x->all->map != EXP) return rows;
     for (int64_t i = 0; i < rows; i++, logs += x->size) {
@@ -200,15 +198,15 @@ static int64_t near(head *x, int64_t first, int64_t rows, const float *logs) {
     return rows;
 }
 
-/* Features of some keys are added up before they meet the sum of all: one by one, what is small would round alike each
-   time. */
+/* Features of some keys are added up before they join the total: one by one, small ones would all round the same
+   way. */
 static void add_keys(const head *x, int64_t rows, const float *keys, float *part, float *total) {
     memset(part, 0, sizeof(float) * x->size);
     for (int64_t i = 0; i < rows; i++) add_row(x->size, 1.0f, keys + i * x->size, part);
     add_row(x->size, 1.0f, part, total);
 }
 
-/* Sums over keys, [F, n], with what they are relative to. */
+/* Sums over keys, [F, n], with the logarithms that they are relative to. */
 static void shrink_rows(const head *x, int64_t n, float *sums) {
     for (int64_t f = 0; f < x->all->features; f++) scale_row(n, x->fall[f], sums + f * n);
 }

@@ -10,7 +10,7 @@ static int attend(const problem *p, const float *across, split parts, int64_t b,
                               room(F, width) + room(size, CHUNK));
     if (!memory) return 1;
     int half = begin_halves(p->bf16, p->length);
-    /* Two parts: what they lose of a logarithm is far less than what its inputs had lost. */
+    /* Two parts: their rounding errors in a logarithm are far below those of its inputs. */
     split own = split_rows(half && p->rows && p->sets > 1, 2, p->size, F, p->input_scale, x.across, size);
     if (half) x.parts = own.pairs ? own : parts;
     float *state = memory, *values = state + F * width, *out = values + TOKENS * width, *keys = out + TOKENS * width;

@@ -1,3 +1,3 @@
-/* Learned feature maps of linear attention by themselves. */
+/* Learned feature maps of linear attention alone. */
 
 #include "linear/maps.h"

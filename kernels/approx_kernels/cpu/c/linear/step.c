@@ -1,5 +1,4 @@
-/* Linear attention of one query in C: its sums over earlier keys are read, its own pairs added, and the sums brought up
-   to date. */
+/* Linear attention of one query in C: reads the sums over earlier keys, adds its own pairs, and updates the sums. */
 
 #include "linear/maps.h"
 
@@ -8,7 +7,7 @@ typedef struct {
     tensor q, k, v, out; /* of the query, and of the keys that are not in the sums */
     const uint8_t *mask; /* [B, S], 0 at padding; NULL when all keys are real */
     const float *query_map, *key_map; /* as `weight` of a problem */
-    const float *mix; /* [H]: pairs weigh mix exp(scale q.k - largest); NULL: as the features of both tell */
+    const float *mix; /* [H]: pairs weigh mix exp(scale q.k - largest); NULL: by the features of both */
     float *sums; /* [B, H / shared, F, E + 1], to which the first key is added where it is `leaving` the pairs */
     float scale, input_scale, eps;
 } step;
@@ -61,7 +60,7 @@ INLINE void meet_keys(const int bf16, const step *p, int64_t b, int64_t h, const
     }
 }
 
-/* Keys whose values are added one to another before they join the others: long chains gather roundings. */
+/* Keys whose values are added up before they join the others, since long chains accumulate rounding errors. */
 enum { SOME = 16 };
 
 /* Some vectors of the values of some keys times weights, in registers. */

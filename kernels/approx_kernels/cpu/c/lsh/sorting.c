@@ -21,7 +21,7 @@ static void project(const double *x, int64_t size, const double *planes, int64_t
     }
 }
 
-/* Tokens from the first on; what is left of earlier ones behind the last is projected for nothing. */
+/* Tokens from the first on; old rows after the last one are projected too, and not used. */
 INLINE int64_t read_some(tensor x, int bf16, int64_t b, int64_t h, int64_t first, int64_t n, int64_t size, double *to) {
     int64_t count = lesser(TOGETHER, n - first);
     float *row = (float *)(to + TOGETHER * size);
@@ -178,7 +178,7 @@ int hash_tokens(const hashing *p) {
                     for (int64_t c = 0; c < p->wide; c++) {
                         sums[c] += products[c];
                         double mean = sums[c] / (double)real;
-                        /* Keys that are all the same lie on one side, whatever rounding makes of their mean. */
+                        /* Equal keys are all on one side, whatever rounding does to their mean. */
                         products[c] -= mean + 1e-9 * fabs(mean);
                     }
                 }

@@ -1,5 +1,4 @@
-/* Stretches of sorted keys that queries may see, found in C round by round; bucket_lists in lsh/cpu.py says what they
-   are. */
+/* Stretches of sorted keys that queries may see, found in C round by round; see bucket_lists in lsh/cpu.py. */
 
 #include "vectors.h"
 
@@ -12,7 +11,7 @@ typedef struct {
     int64_t batch, heads, rounds, length, keys, cluster, doublings, ranks, most, rows, far, levels, shared, threads;
     const int32_t *by_query, *by_key; /* codes [B, H, R, L] and [B, H / shared, R, S]; with levels one of each */
     const uint8_t *mask; /* [B, S], 0 at padding; NULL when all keys are real */
-    int32_t *query_order; /* [R, B, H, L]: queries by where their stretch begins, who sees nothing last */
+    int32_t *query_order; /* [R, B, H, L]: queries by where their stretch begins, those that see nothing last */
     int32_t *key_order; /* [R, B, H, ranks]: keys by rank */
     int64_t *blocks, *starts; /* [B H + 1] and [B H R most + 1]: see `attend_own_lists` */
     entry *entries; /* [B H R most] */
@@ -21,7 +20,8 @@ typedef struct {
 } stretching;
 SIZE_OF(stretching, stretching)
 
-/* The tables of a round, level by level, key by key, and what of them each query sees when its own key has come. */
+/* The tables of a round, level by level and key by key, and the part of them that each query sees once its own key is
+   in. */
 static int look_back(const stretching *p, int64_t item) {
     int64_t b = item / p->rounds / p->heads, r = item % p->rounds, L = p->length, S = p->keys, n = 0, at = 0;
     int64_t own_keys = item / p->rounds / p->shared * p->rounds + r;

@@ -714,7 +714,16 @@ def locate(
             Exit.UNAVAILABLE,
         ) from error
     stock = _stock_class(str(name), raw, config, converted)
-    return Source(str(name), folder, commit, raw, config, stock, converted, adapter=found)
+    return Source(
+        name=str(name),
+        folder=folder,
+        revision=commit,
+        raw=raw,
+        config=config,
+        stock_class=stock,
+        converted=converted,
+        adapter=found,
+    )
 
 
 def load(

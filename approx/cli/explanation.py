@@ -49,9 +49,10 @@ def mechanisms(
 ) -> None:
     """List the mechanisms with what they support, when they are exact, and their papers; or explain one."""
     from approx.mechanisms import MECHANISMS
-    from approx.planning.plan import support
+    from approx.planning.anatomy import attends_causally
 
-    rows = [row for row in support(family) if name in (None, row["name"])]
+    causal = None if family is None else attends_causally(family)
+    rows = [_ability(one, causal) for one in MECHANISMS if name in (None, one)]
     abilities = ("bidirectional", "causal", "trainable")
     marks = [*abilities, *([] if family is None else ["fits"])]
     # Short words, so that an 80-column terminal shows them whole.
@@ -148,6 +149,29 @@ def tasks(
         {**about, "explained": explained}, *about["description"], *lines, metrics, _settings(about["settings"])
     )
     terminal.note(f"Next: approx evaluate MODEL --task {name}")
+
+
+def _ability(name: str, causal: bool | None) -> dict[str, Any]:
+    """What a mechanism can do, and whether it fits a family that attends causally or not, if one was asked for."""
+    from approx.mechanisms import MECHANISMS
+
+    kind, origin = MECHANISMS[name], MECHANISMS.origin(name)
+    return {
+        "name": name,
+        "package": None if origin is None else origin.pinned,
+        "bidirectional": kind.supports_bidirectional,
+        "causal": kind.supports_causal,
+        "decode": kind.supports_decode,
+        "decode_state": kind.decode_state if kind.supports_causal else None,
+        "padding": kind.padding,
+        "gradient": kind.gradient,
+        "compiles": kind.compiles,
+        "trainable": kind.trainable,
+        "settings": kind.defaults(),
+        "exact_when": kind.exact_when,
+        "source": kind.source,
+        **({} if causal is None else {"fits": kind.supports_causal if causal else kind.supports_bidirectional}),
+    }
 
 
 def _mechanism(name: str) -> dict[str, Any]:

@@ -147,7 +147,16 @@ def prepare_training(model: Any, processor: Any, options: FinetuneStage, teacher
         if "lora" in modes[: modes.index(mode)]:
             adapted.add(mode)
         phases.append(
-            _phase(model, mode, options, read, sample, teacher, shares[mode] / sum(shares.values()), mode in adapted)
+            _phase(
+                model,
+                mode,
+                options,
+                read,
+                sample=sample,
+                teacher=teacher,
+                share=shares[mode] / sum(shares.values()),
+                adapted=mode in adapted,
+            )
         )
     return Preparation(read, phases, adapted, measure, sample, *_approximated(model, read))
 
@@ -196,7 +205,8 @@ def _phase(
     mode: str,
     options: FinetuneStage,
     read: trainer.TrainingData,
-    sample: dict[str, Any],
+    *,
+    sample: dict[str, Tensor],
     teacher: Any,
     share: float,
     adapted: bool,

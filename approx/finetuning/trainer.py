@@ -835,15 +835,15 @@ def read_data(options: FinetuneStage, model: Any, processor: Any, *, labelled: b
     if not rows:
         raise ApproxError(f"{task.name}: no training example has any tokens.", Exit.UNAVAILABLE)
     return TrainingData(
-        task,
-        replace(split, examples=trained),
-        replace(split, examples=held_out),
-        rows,
-        encodings,
-        labelled,
-        limit,
-        processor,
-        model.config,
+        task=task,
+        split=replace(split, examples=trained),
+        held_out=replace(split, examples=held_out),
+        rows=rows,
+        encodings=encodings,
+        labelled=labelled,
+        limit=limit,
+        processor=processor,
+        config=model.config,
     )
 
 
@@ -1191,15 +1191,15 @@ class _Trainer(Trainer):
         best = self.state.best_global_step or self.state.global_step
         parameters = sum(p.numel() for name, p in self.trained.named_parameters() if name in set(self.phase.trained))
         return Outcome(
-            self.phase.mode,
-            self.state.global_step,
-            best,
-            parameters,
-            self.watch.tokens,
-            round(self.watch.seconds(), 1),
-            self.measure.name,
-            list(curve.values()),
-            self.watch.ended,
+            mode=self.phase.mode,
+            steps=self.state.global_step,
+            best_step=best,
+            parameters=parameters,
+            tokens=self.watch.tokens,
+            seconds=round(self.watch.seconds(), 1),
+            measure=self.measure.name,
+            curve=list(curve.values()),
+            ended=self.watch.ended,
         )
 
 

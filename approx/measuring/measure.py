@@ -76,15 +76,15 @@ def in_memory(model: Any, processor: Any, *, offline: bool = False, reads: bool 
             "needed. Pass e.g. AutoTokenizer.from_pretrained(…)."
         )
     source = Source(
-        type(model).__name__,
+        name=type(model).__name__,
         # A path that contains no files.
-        Path(os.devnull),
-        None,
-        model.config.to_dict(),
-        model.config,
-        families.stock_class(type(model)),
-        families.is_converted(model),
-        processor,
+        folder=Path(os.devnull),
+        revision=None,
+        raw=model.config.to_dict(),
+        config=model.config,
+        stock_class=families.stock_class(type(model)),
+        converted=families.is_converted(model),
+        reader=processor,
     )
     weights = state_sha256(model)
     if (adapters := getattr(model, "peft_config", None)) is not None:

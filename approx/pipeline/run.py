@@ -696,7 +696,14 @@ def run(
             plans |= study.search(recipe.search, out / "search")
         stages = _Stages.of(study, recipe, plans, out)
         pushes = Pushes(
-            study, recipe, stages.folders, out / "record.json", stages.report.inputs, send, offline, progress
+            study,
+            recipe,
+            folders=stages.folders,
+            record=out / "record.json",
+            parts=stages.report.inputs,
+            send=send,
+            offline=offline,
+            progress=progress,
         )
         pushes.check(every=force)
         if not recipe.search:

@@ -14,7 +14,7 @@ from approx.errors import ApproxError, Exit, did_you_mean, shown
 from approx.mechanisms import MECHANISMS
 from approx.mechanisms.mechanism import Mechanism
 from approx.mechanisms.refusals import refusals
-from approx.planning.anatomy import Anatomy, Site, attends_causally
+from approx.planning.anatomy import Anatomy, Site
 from approx.planning.rule import KEYS, Rule, unwrapped
 from approx.seam.dispatch import parts
 from approx.validation import told, validate
@@ -264,37 +264,6 @@ def _trial(
 def _form(mechanism: type[Mechanism], site: Site) -> bool:
     """Whether to try the causal form: the layer's form, or the only one that the mechanism has."""
     return mechanism.supports_causal and (site.causal or not mechanism.supports_bidirectional)
-
-
-def support(family: str | None = None) -> list[dict[str, Any]]:
-    """One row per mechanism.
-
-    Args:
-        family: Also report which of them fit this family (`bert`, `gpt2`, …).
-
-    Raises:
-        ApproxError: if the family is unknown or cannot be converted.
-    """
-    causal = None if family is None else attends_causally(family)
-    return [
-        {
-            "name": name,
-            "package": None if (origin := MECHANISMS.origin(name)) is None else origin.pinned,
-            "bidirectional": kind.supports_bidirectional,
-            "causal": kind.supports_causal,
-            "decode": kind.supports_decode,
-            "decode_state": kind.decode_state if kind.supports_causal else None,
-            "padding": kind.padding,
-            "gradient": kind.gradient,
-            "compiles": kind.compiles,
-            "trainable": kind.trainable,
-            "settings": kind.defaults(),
-            "exact_when": kind.exact_when,
-            "source": kind.source,
-            **({} if causal is None else {"fits": kind.supports_causal if causal else kind.supports_bidirectional}),
-        }
-        for name, kind in MECHANISMS.items()
-    ]
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,9 @@ def upload_folder(
         if not identical:
             step("uploading")
             words = message or f"Upload with approx {__version__}"
-            commit, request, ref = _written(hub, state, checked, staged, changes, published, words, public, create_pr)
+            commit, request, ref = _written(
+                hub, state, checked, staged, changes, published, words, public=public, create_pr=create_pr
+            )
         step("downloading and comparing")
         check = _compared(hub, checked, str(commit or ref), Path(temporary, "again"))
     return {
@@ -216,6 +218,7 @@ def _written(
     changes: Changes,
     published: Publication,
     message: str,
+    *,
     public: bool,
     create_pr: bool,
 ) -> tuple[str, str | None, str]:

@@ -384,7 +384,17 @@ def _training_data(model: Any, judge: Judge) -> TrainingData:
             rows.append((owner, window))
             encodings.append(encoding)
     held_out = replace(read.split, examples=examples[-count:])
-    return TrainingData(task, trained, held_out, rows, encodings, False, None, judge.processor, model.config)
+    return TrainingData(
+        task=task,
+        split=trained,
+        held_out=held_out,
+        rows=rows,
+        encodings=encodings,
+        labelled=False,
+        limit=None,
+        processor=judge.processor,
+        config=model.config,
+    )
 
 
 Floats = NDArray[np.float64]

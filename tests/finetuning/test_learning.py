@@ -20,18 +20,18 @@ from zoo import FAMILIES, tiny
 LENGTH, STEPS = 40, 8
 
 
-def _fits(mechanism: str, architecture: str) -> bool:
+def _causal(architecture: str) -> set[bool]:
+    """Whether the layers of a family attend causally."""
     model = tiny(architecture)
-    kind = MECHANISMS[mechanism]
-    sites = anatomy(model.config, type(model)).sites
-    return all(kind.supports_causal if site.causal else kind.supports_bidirectional for site in sites)
+    return {site.causal for site in anatomy(model.config, type(model)).sites}
 
 
+CAUSAL = {architecture: _causal(architecture) for architecture in FAMILIES}
 PAIRS = [
-    (mechanism, architecture)
-    for mechanism in sorted(MECHANISMS)
+    (name, architecture)
+    for name, kind in sorted(MECHANISMS.items())
     for architecture in FAMILIES
-    if _fits(mechanism, architecture)
+    if all(kind.supports_causal if causal else kind.supports_bidirectional for causal in CAUSAL[architecture])
 ]
 
 

@@ -52,9 +52,8 @@ _NAMING: tuple[tuple[str, Callable[[str], Any]], ...] = (
 
 def _layers(count: int, text: str, first: str = "x") -> str:
     """`text` within itself, so many times, where it says `@`."""
-    for _ in range(count):
-        first = text.replace("@", first)
-    return first
+    before, after = text.split("@")
+    return before * count + first + after * count
 
 
 def _doubled(count: int, first: str, text: str) -> str:

@@ -13,6 +13,7 @@ from approx.tasks.task import Example
 
 QUESTION = "find"
 VALUES = ("black", "blue", "brown", "green", "grey", "red", "white", "yellow")
+# A table: a line of words is read as one.
 # fmt: off
 KEYS = (
     "acorn", "amber", "anchor", "apple", "arrow", "barrel", "basket", "beacon", "bell", "blanket",

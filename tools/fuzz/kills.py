@@ -9,6 +9,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import shutil
 import signal
 import sys
@@ -113,18 +114,22 @@ def commands(hub: Any) -> dict[str, Command]:
             compared=("run/record.json", "run/converted/**/*", "run/recipe.yaml"),
         ),
         "finetune": Command(
-            (
-                "finetune", "converted", "--task", "glue/sst2", "--data", "SST-2", "--steps", "4", "--batch-size", "8",
-                "--evaluate-every", "2", "--device", "cpu", "--quiet", "-o", "{}/healed",
+            tuple(
+                shlex.split(
+                    "finetune converted --task glue/sst2 --data SST-2 --steps 4 --batch-size 8 --evaluate-every 2 "
+                    "--device cpu --quiet -o {}/healed"
+                )
             ),
             ("healed",),
             {
                 "its state": exists("healed.training/training.json"),
-                "a checkpoint of the transfer": lambda place: any(place.glob(f"{first}/*/complete.json"))
-                or (place / first / "finished.json").is_file(),
+                "a checkpoint of the transfer": lambda place: (
+                    any(place.glob(f"{first}/*/complete.json")) or (place / first / "finished.json").is_file()
+                ),
                 "the transfer": exists(f"{first}/finished.json"),
-                "a checkpoint of the task": lambda place: any(place.glob(f"{second}/*/complete.json"))
-                or (place / second / "finished.json").is_file(),
+                "a checkpoint of the task": lambda place: (
+                    any(place.glob(f"{second}/*/complete.json")) or (place / second / "finished.json").is_file()
+                ),
                 "the task": exists(f"{second}/finished.json"),
                 "the checkpoint": exists("healed"),
             },
@@ -133,10 +138,12 @@ def commands(hub: Any) -> dict[str, Command]:
             ended=lambda place: (place / "healed").exists() and not (place / "healed.training").exists(),
         ),
         "search": Command(
-            (
-                "search", "quickstart", "--task", "needle", "--set", "length=128", "--length", "1024", "--mechanisms",
-                "local", "--limit", "24", "--calibration", "4", "--examples", "12", "--proof",
-                "12", "--front", "0", "--budget", "loss<=100", "--device", "cpu", "--quiet", "-o", "{}/plan.yaml",
+            tuple(
+                shlex.split(
+                    "search quickstart --task needle --set length=128 --length 1024 --mechanisms local --limit 24 "
+                    "--calibration 4 --examples 12 --proof 12 --front 0 --budget loss<=100 --device cpu --quiet -o "
+                    "{}/plan.yaml"
+                )
             ),
             ("plan.yaml", "plan-search"),
             {
@@ -166,14 +173,17 @@ def commands(hub: Any) -> dict[str, Command]:
             {"the repository": commits(1), "the files": commits(2), "the card": commits(3)},
             resume=(),
             environment={
-                "HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0", "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1",
+                "HF_ENDPOINT": hub.endpoint,
+                "HF_HUB_OFFLINE": "0",
+                "HF_TOKEN": TOKEN,
+                "HF_HUB_DISABLE_XET": "1",
                 # The user's own cache would keep what is downloaded, for a hub that names its commits alike.
                 "HF_HOME": f"{os.environ.get('APPROX_CACHE')}/hub",
             },
             more=pushed,
             cleared=forgotten,
         ),
-    }  # fmt: skip
+    }
 
 
 @dataclass
@@ -324,12 +334,14 @@ def killed(kills: int, seed: int, folder: Path, seconds: float = math.inf, only:
         "seconds": round(time.monotonic() - began),
         "python": platform.python_version(),
         "commands": {
-            name: {"kills": one.figures.kills, "completed": one.figures.completed, "reached": {
-                moment: one.figures.reached[moment] for moment in ("nothing", *one.command.moments)
-            }}
+            name: {
+                "kills": one.figures.kills,
+                "completed": one.figures.completed,
+                "reached": {moment: one.figures.reached[moment] for moment in ("nothing", *one.command.moments)},
+            }
             for name, one in trials.items()
         },
-    }  # fmt: skip
+    }
 
 
 def _more(trials: dict[str, Trial], kills: int, until: float) -> Callable[[], bool]:

@@ -329,7 +329,7 @@ _ADDED = (
     *("sitecustomize.py", "custom_generate/generate.py", "additional_chat_templates/x.jinja", "chat_template.jinja", "handler.py"),
     *("modules.json", "processor_config.json", "tokenizer_config.json", "preprocessor_config.json", "generation_config.json"),
     *("1_Pooling/config.json", "adapter_config.json", "config_sentence_transformers.json", "tokenizer_module.json"),
-)  # fmt: skip
+)  # fmt: skip  # a table, read by rows
 KINDS: dict[str, Kind] = {
     "config": Kind(_CONFIGS, mutations.of_json, _config, 3, added=_ADDED),
     "config, inspected": Kind(_CONFIGS, mutations.of_json, _inspected, 2),

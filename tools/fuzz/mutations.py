@@ -25,13 +25,13 @@ PATHS = (
     *(f"{way}{OUTSIDE}/{name}" for name in ("secret.json", "model.safetensors", "config.json", "folder") for way in ("../", f"{HERE}/")),
     *(f"{way}{CANARY}.py" for way in ("", "sub/", f"../{OUTSIDE}/", f"x/../../{OUTSIDE}/", f"..\\{OUTSIDE}\\", f"file://{HERE}/{OUTSIDE}/")),
     *("..", ".", "/", "~", "", "./config.json", "config.json/", "sub//x", "C:\\x", "C:x", "\uff0e\uff0e/x", "../..", "//x/y", "-x"),
-)  # fmt: skip
+)  # fmt: skip  # a table, read by rows
 # Names of a class that only foreign code has.
 CLASSES = (
     *(f"{way}{CANARY}.Canary" for way in ("", "sub.", ".", "..", "sub/", f"../{OUTSIDE}/", f"{OUTSIDE}.", f"..{OUTSIDE}.")),
     *(f"{way}--{CANARY}.Canary" for way in ("me/other", OUTSIDE, f"../{OUTSIDE}", f"{HERE}/{OUTSIDE}", "", "bert", "me/other--x")),
     *(f"{CANARY}.Canary.x", f"{CANARY}", f"{CANARY}:Canary", f"torch.nn.{CANARY}.Canary", f"sentence_transformers.models.{CANARY}"),
-)  # fmt: skip
+)  # fmt: skip  # a table, read by rows
 # Settings that make a library import what they name.
 _NAMING: tuple[tuple[str, Callable[[str], Any]], ...] = (
     ("auto_map", lambda named: {"AutoConfig": named, "AutoModel": named, "AutoModelForSequenceClassification": named}),
@@ -47,7 +47,7 @@ _NAMING: tuple[tuple[str, Callable[[str], Any]], ...] = (
             "_attn_implementation", "experts_implementation", "architectures", "model_type", "custom_generate", "quant_method",
         )
     ),
-)  # fmt: skip
+)  # fmt: skip  # a table, read by rows
 
 
 def _layers(count: int, text: str, first: str = "x") -> str:
@@ -70,7 +70,7 @@ _GROWING = (
     *("&a [*a]", "&a {x: *a}", "&a {<<: *a}", "&a {<<: [*a, *a]}", "[&a [&b [*a, *b]]]", "*a", "{<<: 1}", "{<<: [1]}", "{? [x]: 1}"),
     *(_layers(depth, text) for depth in (90, 110, 3000) for text in ("[@]", "{a: @}", "[{a: @}]")),
     *("!!set {a, a}", "!!omap [a: 1]", "!!binary x", "!!timestamp x", "!!merge x", "0o7", "1_000", "1:30", "=", "<<", "2024-01-01"),
-)  # fmt: skip
+)  # fmt: skip  # a table, read by rows
 # The same without what only YAML has.
 _DEEP = tuple(_layers(depth, text, "1") for depth in (90, 110, 3000, 100_000) for text in ("[@]", '{"a": @}'))
 
@@ -83,7 +83,7 @@ _PIECES = (
     b"\xe2\x80\xa9", b"\xc2\x85", b"\xc2\xa0", b"\xe3\x80\x80", b"\xe2\x80\x8b", b"\x0b", b"\x0c", b"\x1c", b"\r", b"\r\r\n", b'""',
     b'"a ""quoted"" cell"', b'"a', b'a"b', b'"two\nlines"', b'"a\tb"', b"\t\t", b"\t\r\n", b"''", b",,", b"\\", b"#", b"-DOCSTART- -X- O O",
     b"\xe9\x80", b"\x93quoted\x94", b"e\xcc\x81", b"\xd7\xa9\xd7\x9c", b"\xf0\x9f\x91\x8d\xf0\x9f\x8f\xbd",
-)  # fmt: skip
+)  # fmt: skip  # a table, read by rows
 _NUMBERS = (0, 1, 2, 3, 7, 255, 256, 65535, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1)
 _VALUES: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2, 3, 7, 31, 1000, 10**6, 2**31, 2**63, 2**64, -(2**63), 10**40, 0.0, -0.0, 0.5, -1.5, 1e-320, 1e308,
@@ -91,12 +91,12 @@ _VALUES: tuple[Any, ...] = (
     "../x", "/", "~", ".", "x" * 300, "x" * 20_000, "%s{}{0}", "<b>&", "__class__", "1e5", "2024-01-01", "0x10", [], {}, [[]],
     [None], [0], [-1], ["x"], {"": ""}, {"x": None}, {"rules": []}, [1, 2, 3], [1e308, 1e308], list(range(200)),
     hashlib.sha256(SECRET).hexdigest(), 2**53 + 1, "\u2028", "a\u00a0b", "\u0085", "\ufeffx", "(a+)+$", "(x+x+)+y", ["(a|a)*$"],
-)  # fmt: skip
+)  # fmt: skip  # a table, read by rows
 _WORDS = (
     "bert", "gpt2", "wav2vec2", "roberta", "vit", "whisper", "relu", "gelu", "silu", "linear", "local", "clustered", "performer",
     "lsh", "sdpa", "full", "bigbird", "longformer", "improved-clustered", "float16", "bfloat16", "float64", "int8", "eager",
     "BertModel", "GPT2LMHeadModel", "BertForSequenceClassification", "glue/sst2", "squad", "lm", "cpu", "cuda", "relative_key",
-)  # fmt: skip
+)  # fmt: skip  # a table, read by rows
 
 # What describes the tensors of a call.
 _DESCRIBED: dict[str, tuple[str, ...]] = {
@@ -121,7 +121,7 @@ _SIZES = (-1, 0, 1, 2, 3, 4, 5, 7, 8, 9, 16, 21, 33, 65, 100, 200)
 _FEW: tuple[Any, ...] = (
     -1, 0, 1, 2, True, False, None, 0.5, 1.0, float("nan"), [], [0], [3], [1, 2], [None], [-1, 1], {"always": -2}, {"always": 0},
     {"always": 1}, {"always": 2.5}, {"always": None}, {"always": 10**30}, {"root": True}, 2**31 - 1, -(2**31), 2**62, "past", "shared",
-)  # fmt: skip
+)  # fmt: skip  # a table, read by rows
 
 
 def of_bytes(random: Random, content: bytes) -> bytes:

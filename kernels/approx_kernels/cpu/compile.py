@@ -108,8 +108,8 @@ def load(text: str) -> ctypes.CDLL | str:
     except subprocess.TimeoutExpired:
         return _missing(f"{compiler} took more than {_SECONDS} seconds. Set $CC to another compiler.")
     except subprocess.CalledProcessError as error:
-        told = (error.stderr or "").strip().splitlines() or [str(error)]
-        first = next((line for line in told if "error" in line), told[0])
+        lines = (error.stderr or "").strip().splitlines() or [str(error)]
+        first = next((line for line in lines if "error" in line), lines[0])
         return _missing(f"{compiler} failed: {first}. Set $CC to another compiler.")
     except OSError as error:
         return _missing(

@@ -232,8 +232,8 @@ def rows_of(first: Tensor, *others: Tensor) -> list[Rows]:
     batch, heads = first.shape[:2]
     for x in (first, *others):
         fits = x.ndim == 4 and x.shape[0] == batch and x.shape[1] and heads % x.shape[1] == 0
-        beside = fits and (x.stride(3) == 1 or x.shape[3] == 1)
-        if not beside or x.dtype != first.dtype or x.device.type != "cpu":
+        contiguous = fits and (x.stride(3) == 1 or x.shape[3] == 1)
+        if not contiguous or x.dtype != first.dtype or x.device.type != "cpu":
             raise ValueError(
                 f"C got rows of {x.dtype} on {x.device} of shape {list(x.shape)} and strides {list(x.stride())}; it reads "
                 f"[{batch}, a divisor of {heads}, rows, numbers] of {first.dtype} on the CPU, with contiguous numbers."

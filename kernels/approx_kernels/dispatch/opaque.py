@@ -314,12 +314,12 @@ def _run(
     module = _made(text).train(training)
     names = [*dict(module.named_parameters()), *dict(module.named_buffers())]
     more = {} if tokens is None else {"tokens": tokens}
-    held = dict(zip(names, state, strict=True))
+    tensors = dict(zip(names, state, strict=True))
     if not dropout:
-        return functional_call(module, held, (q, k, v, key_mask), more)
+        return functional_call(module, tensors, (q, k, v, key_mask), more)
     with torch.random.fork_rng(devices=[q.device] if q.is_cuda else []):
         torch.manual_seed(int(seed))
-        return functional_call(module, held, (q, k, v, key_mask), {**more, "dropout": dropout})
+        return functional_call(module, tensors, (q, k, v, key_mask), {**more, "dropout": dropout})
 
 
 @cache

@@ -351,7 +351,7 @@ def search(
 
     Args:
         model: A folder, a hub model id, or `quickstart`; or a loaded model, which is not changed.
-        output: File for the plan; everything measured goes into a folder beside it. Without it nothing is kept.
+        output: File for the plan; everything measured goes into a folder next to it. Without it nothing is stored.
         stage: What to search for, instead of options by name.
         processor: The tokenizer or processor of a loaded model, or the folder that holds it.
         sensitivities: `sensitivities.json` of an earlier search of the same model, candidates and examples.

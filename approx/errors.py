@@ -54,7 +54,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def shown(value: Any) -> str:
     """A value for a message, shortened if it is long."""
-    # A value may repeat its parts many times over, so its whole text is never made.
+    # YAML aliases can make a value huge, so its whole text is never built.
     short = reprlib.Repr()
     short.maxlevel, short.maxlong = 4, 60
     short.maxstring = short.maxother = 200

@@ -128,7 +128,7 @@ def _loose_ends(grid: Grid) -> Iterator[Mistake]:
                 text = f"two plans are called '{name}'. Rename one."
                 yield Mistake(("variants", variant), f"grid.variants: {text}")
             grid.points[name] = point
-        # An invalid value is reported for each combination.
+        # Each combination with an invalid value repeats its mistake.
         yield from dict.fromkeys(mistakes)
 
 

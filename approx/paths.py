@@ -34,7 +34,7 @@ def inside(folder: Path, name: Any, named_by: str | Path) -> Path:
 
 
 def is_inside(name: Any) -> bool:
-    """Whether a name is a normalised relative one, on every system, that stays inside its folder as far as the text tells."""
+    """Whether a name is a normalised relative one, on every system, that stays inside its folder, judged by its text alone."""
     return (
         isinstance(name, str)
         and name.isprintable()
@@ -48,7 +48,7 @@ def is_inside(name: Any) -> bool:
 def refuse_leaving(folder: Path, path: Path, named_by: str | Path | None = None) -> None:
     """Check that no symbolic link leads from a path in a folder to a place outside of it.
 
-    The links of the hub's cache are allowed: a snapshot consists of links into the `blobs` beside it.
+    The links of the hub's cache are allowed: a snapshot consists of links into the `blobs` next to it.
 
     Args:
         folder: The folder.

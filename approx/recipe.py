@@ -15,7 +15,7 @@ from approx.finetuning.options import HealStage
 from approx.planning.rule import Rules
 from approx.pushing.options import PushStage
 from approx.searching.options import SearchStage, contradictions
-from approx.validation import Mistake, Model, listed, salvage, told
+from approx.validation import Mistake, Model, error_lines, listed, salvage
 
 HEALED, TRAINED = ", healed", f"{BASE}, trained"
 """The end of a healed variant's name, and the name of the base after the same training."""
@@ -107,7 +107,7 @@ class Study(Model):
         made, mistakes = salvage(cls, document.data, what, blanks)
         mistakes += [*_loose_ends(made, document.data, what), *(more(made) if more else ())]
         made._text = document.text
-        made._mistakes = tuple(told(mistakes, str(path), document))
+        made._mistakes = tuple(error_lines(mistakes, str(path), document))
         parts = {part: part for part in [("checkpoint",), *(("variants", name) for name in made.variants)]}
         for key in ("evaluate", "bench", "heal", "push"):
             count = len(getattr(made, key, ()))
@@ -172,7 +172,7 @@ def find(name: str, what: str = "recipe") -> Path:
 
 def named(what: str) -> dict[str, Path]:
     """Name -> file of the recipes, or of the grids, that come with the package."""
-    # Recipes are inside the installed package, but beside it in a checkout.
+    # Recipes are inside the installed package, but next to it in a checkout.
     folders = [Path(__file__).parent / "recipes", Path(__file__).parent.parent / "recipes"]
     files = [path for folder in folders for path in sorted(folder.glob("*.yaml"))]
     return {path.stem: path for path in files if path.stem.endswith("-grid") == (what == "grid")}
@@ -260,9 +260,9 @@ def replaced(
     if files:
         changes["calibrate"] = path(recipe.calibrate)
     if files or limit is not None:
-        own: dict[str, Any] = {} if limit is None else {"limit": limit}
+        defaults: dict[str, Any] = {} if limit is None else {"limit": limit}
         changes["evaluate"] = [
-            stage.model_copy(update={"data": path(stage.data, stage.task), **own}) for stage in recipe.evaluate
+            stage.model_copy(update={"data": path(stage.data, stage.task), **defaults}) for stage in recipe.evaluate
         ]
         changes["heal"] = [
             stage.model_copy(
@@ -279,18 +279,18 @@ def replaced(
     return made
 
 
-def _replacement(recipe: Recipe, given: str) -> tuple[str, str]:
+def _replacement(recipe: Recipe, replacement: str) -> tuple[str, str]:
     """What a replacement of files replaces, a task or a path, and the new path."""
     tasks = dict.fromkeys(stage.task for stage in (*recipe.evaluate, *recipe.heal) if stage.task)
     paths = [stage.data for stage in (*recipe.evaluate, *recipe.heal)] + [recipe.calibrate]
     paths += [file for stage in recipe.heal for file in stage.text or []]
     known = dict.fromkeys([*tasks, *(one for one in paths if one is not None)])
-    which, equals, path = given.partition("=")
+    which, equals, path = replacement.partition("=")
     if equals and which in known:
         return which, path
-    if len(tasks) == 1 and not (equals and not Path(given).exists()):
-        return next(iter(tasks)), given
+    if len(tasks) == 1 and not (equals and not Path(replacement).exists()):
+        return next(iter(tasks)), replacement
     raise ApproxError(
-        f"'--data {given}' does not say whose files it replaces. Give WHICH=PATH, where WHICH is one of "
+        f"'--data {replacement}' does not say whose files it replaces. Give WHICH=PATH, where WHICH is one of "
         f"{', '.join(known)}."
     )

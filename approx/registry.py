@@ -111,7 +111,7 @@ class Registry(MutableMapping[str, T], Generic[T]):
         check: Returns what was loaded from an entry point, or raises an exception that says what is wrong with it.
 
     Raises:
-        KeyError: in a look-up, if nobody has the name.
+        KeyError: in a look-up, if the name is unknown.
         ApproxError: in a look-up, if the entry of another package cannot be used.
     """
 

@@ -29,7 +29,7 @@ class Written(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
     def to_data(self) -> dict[str, Any]:
-        """As plain data, with the names of the keys in files; keys that were not given are left out."""
+        """Plain data with the keys of the file; keys without a value in the file are left out."""
         # Wrong types are found by validation; a warning would only repeat it.
         return self.model_dump(by_alias=True, exclude_unset=True, warnings=False)
 
@@ -74,11 +74,11 @@ def checked(read: Callable[[str], object]) -> Callable[[str | None], str | None]
     return check
 
 
-# A path; on the command line a file name that may hold commas.
+# A path; a file name on the command line may contain commas.
 File = Annotated[str, "file"]
 # A time such as 90s, 30m or 2h, see `seconds`.
 Duration = Annotated[str, AfterValidator(checked(seconds))]
-# More than anybody counts, and less than what libraries written in C cannot take.
+# Larger than any real number of things, and small enough for libraries written in C.
 Count = Annotated[int, Field(ge=1, le=10**15)]
 Counts = Annotated[
     list[Count], Field(min_length=1), BeforeValidator(listed, json_schema_input_type=list[Count] | Count)
@@ -124,13 +124,13 @@ def validate(kind: type[T], data: Any, root: str, around: Path = ()) -> tuple[T 
         return None, [Mistake((*around, *path), f"{named(root, place)}: {text}") for path, place, text in wrong]
 
 
-def build(kind: type[T], what: str, **given: Any) -> T:
+def build(kind: type[T], what: str, **values: Any) -> T:
     """Make a model from keywords.
 
     Raises:
         ApproxError: with all mistakes.
     """
-    made, mistakes = validate(kind, given, what)
+    made, mistakes = validate(kind, values, what)
     if made is None:
         raise ApproxError("\n".join(one.text for one in mistakes))
     return made
@@ -152,16 +152,16 @@ def salvage(kind: type[T], data: Mapping[Any, Any], root: str, blanks: Mapping[s
     wrong = mistakes
     while made is None:
         # Later items of a list are removed first, so that earlier ones keep their indexes.
-        kept = data
+        valid = data
         for path in sorted({one.path for one in wrong if one.path}, key=_order, reverse=True):
-            kept = _without(kept, path)
-        kept = {**blanks, **kept}
-        data = kept if kept != data else blanks
+            valid = _without(valid, path)
+        valid = {**blanks, **valid}
+        data = valid if valid != data else blanks
         made, wrong = validate(kind, data, root)
     return made, mistakes
 
 
-def told(mistakes: Iterable[Mistake], source: str, document: Document | None = None) -> list[str]:
+def error_lines(mistakes: Iterable[Mistake], source: str, document: Document | None = None) -> list[str]:
     """Mistakes as lines that begin with the source; with a document in file order, with line numbers and repeated keys."""
     if document is None:
         return [f"{source}, {one.text}" for one in mistakes]
@@ -253,8 +253,8 @@ def _fields(kind: Any, loc: Path) -> dict[str, FieldInfo]:
 
 def _owned(annotation: Any) -> dict[str, FieldInfo]:
     """The fields of the first model in an annotation."""
-    own = getattr(annotation, "model_fields", None) or getattr(annotation, "__pydantic_fields__", None)
-    return own or next((inner for part in typing.get_args(annotation) if (inner := _owned(part))), {})
+    fields = getattr(annotation, "model_fields", None) or getattr(annotation, "__pydantic_fields__", None)
+    return fields or next((inner for part in typing.get_args(annotation) if (inner := _owned(part))), {})
 
 
 def _example(kind: Any, loc: Path) -> str:

@@ -10,9 +10,9 @@ import yaml
 
 from approx.errors import ApproxError
 
-# Nobody writes more by hand, and reading takes a second per megabyte.
+# No hand-written file is larger, and reading takes a second per megabyte.
 _LARGEST = 1_000_000
-# Values in all once aliases stand for what they repeat: a few hundred bytes can stand for billions.
+# Number of values with all aliases expanded: a few hundred bytes can expand to billions.
 _MOST_REPEATED = 10_000
 _DEEPEST = 100
 # PyYAML's own pattern accepts only 1.0e-6.
@@ -40,7 +40,7 @@ def _refused(loader: _Loader, node: yaml.Node) -> Any:
     )
 
 
-# What JSON has no value for: a date is its text, and the others must be asked for.
+# YAML types without a counterpart in JSON: dates become text, others are refused unless tagged explicitly.
 _NO_JSON = [f"tag:yaml.org,2002:{name}" for name in ("timestamp", "binary", "set", "omap", "pairs")]
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in known if tag not in _NO_JSON]
@@ -73,9 +73,9 @@ class Document:
         for step in path:
             if isinstance(node, yaml.MappingNode):
                 pairs = [pair for pair in node.value if pair[0].value == str(step)]
-                # The mapping's own keys override merged ones (<<), which stand above it in the text.
-                own = [pair for pair in pairs if pair[0].start_mark.index >= node.start_mark.index]
-                pair = next(iter(own or pairs), None)
+                # Keys of the mapping override merged ones (<<), whose lines come earlier in the text.
+                keys = [pair for pair in pairs if pair[0].start_mark.index >= node.start_mark.index]
+                pair = next(iter(keys or pairs), None)
             elif isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value):
                 pair = (node.value[step], node.value[step])
             else:
@@ -109,7 +109,7 @@ def _refuse_endless(document: yaml.Node | None) -> None:
     Raises:
         ValueError: if there are too many, they are too deep, or one contains itself.
     """
-    # Of each node: how many values it has in all, and how many levels.
+    # For each node, the number of its values and of its levels.
     sizes: dict[int, tuple[int, int]] = {}
     opened: set[int] = set()
     todo = [] if document is None else [document]

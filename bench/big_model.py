@@ -43,13 +43,13 @@ def watched(command: list[str]) -> dict[str, float]:
     process = subprocess.Popen(command)
     most = {"memory_gb": 0.0, "without_files_gb": 0.0}
     while process.poll() is None:
-        held, anonymous = 0, 0
+        resident, anonymous = 0, 0
         for each in _tree(process.pid):
             sizes = _sizes(each.pid)
-            held += sizes.get("Pss", 0)
+            resident += sizes.get("Pss", 0)
             anonymous += sizes.get("Pss_Anon", 0) + sizes.get("Pss_Shmem", 0)
         most = {
-            "memory_gb": max(most["memory_gb"], held / GIGABYTE),
+            "memory_gb": max(most["memory_gb"], resident / GIGABYTE),
             "without_files_gb": max(most["without_files_gb"], anonymous / GIGABYTE),
         }
         time.sleep(0.1)

@@ -42,7 +42,7 @@ from approx.evaluation.timing import OK, Neighbours, Runner, is_out_of_memory, m
 from approx_kernels.dispatch.implementation import chosen, forget
 from bench import cpu_cases, cpu_floor, cpu_grouped, cpu_page
 from bench.cpu_record import DTYPES, LENGTHS, LONGEST, THREADS, Part, circumstances, gather, planned, take_up
-from bench.parts import keep, kept, numbers
+from bench.parts import keep, numbers, stored
 
 CPU = torch.device("cpu")
 LONGEST_LAYERS = 12
@@ -163,7 +163,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     for threads in options.threads:
         for dtype in (*options.dtypes, cpu_floor.SIGNS):
             key = f"{dtype}/{threads}"
-            rates[key] = kept(folder, f"rates/{key}")
+            rates[key] = stored(folder, f"rates/{key}")
             if rates[key] is None:
                 rates[key] = {**circumstances(), **cpu_floor.calibrate(dtype, threads)}
                 keep(folder, f"rates/{key}", rates[key])
@@ -172,13 +172,13 @@ def run(options: argparse.Namespace, console: Console) -> None:
     if not parts and not options.longest:
         console.print(f"No part of the plan is called {options.only!r}, so nothing is measured.", highlight=False)
     for place, (turn, part) in enumerate(ordered):
-        if kept(folder, part.id) and not options.again:
+        if stored(folder, part.id) and not options.again:
             continue
         rounds = ROUNDS if turn < LONG else FEW
         # Warm-up, memory and rounds, at half the speed of a plain product, and building the models.
         expected = 5 + options.seconds + 2 * turn * (rounds + 4)
         if time.perf_counter() - begun + expected > 60 * options.minutes:
-            left = sum(options.again or kept(folder, other.id) is None for _, other in ordered[place:])
+            left = sum(options.again or stored(folder, other.id) is None for _, other in ordered[place:])
             console.print(f"The minutes are used up; {left} parts are left. Run the same command again to go on.")
             break
         console.print(f"{place + 1}/{len(ordered)} {part.id}", highlight=False)
@@ -187,7 +187,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     if options.longest:
         for case in cpu_cases.cases(False, LONGEST):
             name = f"longest/{case.name}"
-            if _asked(name, options) and (options.again or not kept(folder, name)):
+            if _asked(name, options) and (options.again or not stored(folder, name)):
                 console.print(name, highlight=False)
                 keep(folder, name, {**circumstances(), **longest(case, max(options.threads))})
     gather(options.output)

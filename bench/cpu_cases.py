@@ -59,8 +59,8 @@ def cases(
         if name == SDPA or not able or (name in short and length > LONGEST_REFERENCE):
             continue
         for settings in chosen.get(name) or settings_of(kind, causal):
-            told = " ".join(f"{key}={value}" for key, value in settings.items())
-            variants.append(Case(f"{name} {told}".strip(), name, settings))
+            described = " ".join(f"{key}={value}" for key, value in settings.items())
+            variants.append(Case(f"{name} {described}".strip(), name, settings))
     return variants
 
 

@@ -98,8 +98,8 @@ def _calibrate_signs(threads: int) -> dict[str, Any]:
         groups = torch.empty(len(words), dtype=torch.int32)
         numbers = map(ctypes.c_int64, (heads, _WORDS, _CLUSTERS, threads))
         signs = (address(x, torch.int64, len(x)) for x in (words, centroids))
-        given = (*signs, *numbers, address(groups, torch.int32, len(words)))
-        rate = 2 * 64 * len(words) * _CLUSTERS / _seconds(lambda: library.search(*given), threads)
+        arguments = (*signs, *numbers, address(groups, torch.int32, len(words)))
+        rate = 2 * 64 * len(words) * _CLUSTERS / _seconds(lambda: library.search(*arguments), threads)
     return {"dtype": SIGNS, "threads": threads, "flops": rate, "bytes": None}
 
 

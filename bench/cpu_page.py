@@ -132,12 +132,12 @@ def _left(made: dict[str, Any]) -> list[str]:
     lines = []
     for part, measured_lengths in lengths.items():
         if part == "longest":
-            told = ", ".join(f"`{name}`" for name in measured_lengths)
+            where = ", ".join(f"`{name}`" for name in measured_lengths)
         else:
-            told = ", ".join(
+            where = ", ".join(
                 sorted(measured_lengths, key=lambda length: [int(number) for number in f"{length}x1".split("x")[1::-1]])
             )
-        lines.append(f"- `{part}` {'of' if part == 'longest' else 'at'} {told}")
+        lines.append(f"- `{part}` {'of' if part == 'longest' else 'at'} {where}")
     return ["## Not measured", "\n".join(lines)] if lines else []
 
 
@@ -151,8 +151,8 @@ def processor_table(made: dict[str, Any]) -> str:
         for name in names([part for part in parts.values() if part]):
             if name in REFERENCES or name.endswith("iterations=10"):
                 continue
-            told = {"sdpa": "default SDPA", "no attention": "*no attention: the ceiling*"}.get(name, f"`{name}`")
-            rows.append([told, dtype, *(ratio(parts[n], name, "against_best") for n in lengths)])
+            label = {"sdpa": "default SDPA", "no attention": "*no attention: the ceiling*"}.get(name, f"`{name}`")
+            rows.append([label, dtype, *(ratio(parts[n], name, "against_best") for n in lengths)])
     machine = made["environment"]
     layers = sorted({part["layers"] for part in made["parts"] if part["suite"] == "roberta"})
     return (
@@ -166,17 +166,17 @@ def processor_table(made: dict[str, Any]) -> str:
 
 def _suite(made: dict[str, Any], suite: str) -> list[str]:
     keys = ("mode", "dtype", "threads", "batch")
-    own = [part for part in made["parts"] if part["suite"] == suite]
-    groups = sorted({tuple(part[key] for key in keys) for part in own})
-    whole = "" if suite.startswith("attention") else f", {_layers(own)}"
+    chosen = [part for part in made["parts"] if part["suite"] == suite]
+    groups = sorted({tuple(part[key] for key in keys) for part in chosen})
+    whole = "" if suite.startswith("attention") else f", {_layers(chosen)}"
     text = [f"## {_SUITES[suite]}{whole}"] if groups else []
     for mode, dtype, threads, batch in groups:
         same = dict(zip(keys, (mode, dtype, threads, batch), strict=True))
         parts = sorted(
-            (part for part in own if all(part[key] == value for key, value in same.items())),
+            (part for part in chosen if all(part[key] == value for key, value in same.items())),
             key=lambda part: part["length"],
         )
-        told = f"{_MODES[mode]}, {dtype}, {threads} thread{'s' * (threads > 1)}" + f", batch {batch}" * (batch > 1)
+        title = f"{_MODES[mode]}, {dtype}, {threads} thread{'s' * (threads > 1)}" + f", batch {batch}" * (batch > 1)
         lines = []
         for name in names(parts):
             if name == "sdpa":
@@ -192,7 +192,7 @@ def _suite(made: dict[str, Any], suite: str) -> list[str]:
             ["commit", *(_commit(part) for part in parts)],
         ]
         text += [
-            f"### {told[0].upper()}{told[1:]}",
+            f"### {title[0].upper()}{title[1:]}",
             "Against default SDPA / against the best exact.",
             table(["attention", *(f"{part['length']:,}{dagger(part)}" for part in parts)], lines),
         ]
@@ -222,6 +222,6 @@ def _draw(made: dict[str, Any], suite: str, dtype: str, output: Path) -> str | N
         one: [(part["length"], contender["against_best"][0]) for part in parts if (contender := row(part, one))]
         for one in names(parts)
     }
-    told = f"{_SUITES[suite]}, {dtype}: times as fast as the best exact attention"
-    draw({one: points for one, points in lines.items() if points}, told, output / name)
+    label = f"{_SUITES[suite]}, {dtype}: times as fast as the best exact attention"
+    draw({one: points for one, points in lines.items() if points}, label, output / name)
     return name

@@ -12,7 +12,7 @@ from approx.errors import ApproxError, Exit
 from approx.evaluation.record import environment
 from approx_kernels.dispatch.findings import generation, instructions
 from bench import cpu_cases, cpu_grouped
-from bench.parts import all_kept, seed, write_record
+from bench.parts import all_stored, seed, write_record
 
 LENGTHS, DTYPES, THREADS = (512, 1024, 2048, 4096, 8192), ("float32", "bfloat16"), (1, 2)
 # Frames of 10, 30 and 60 s of sound.
@@ -123,7 +123,7 @@ def take_up(output: Path) -> None:
 
 def gather(output: Path) -> None:
     """Write the record of all stored parts, and list the missing parts of the plan."""
-    results = {name_of(one): one for one in all_kept(output / "parts")}
+    results = {name_of(one): one for one in all_stored(output / "parts")}
     machine = environment()
     # Each part names its commit.
     del machine["git_commit"]

@@ -56,25 +56,25 @@ def _was_replaced(made: dict[str, Any], asked: str) -> bool:
 def floors(made: dict[str, Any], dtype: str) -> list[str]:
     """Time over floor of attention alone."""
     rates = {(one["dtype"], one["threads"]): one for one in made["rates"]}
-    own, signs = rates.get((dtype, THREADS)), rates.get((SIGNS, THREADS), {"flops": None})["flops"]
+    rate, signs = rates.get((dtype, THREADS)), rates.get((SIGNS, THREADS), {"flops": None})["flops"]
     place = {"mode": "forward", "dtype": dtype, "threads": THREADS}
     suites = {"attention": "", "attention-causal": ", causal"}
     parts = {(suite, n): find(made, suite=suite, length=n, **place) for suite in suites for n in LENGTHS}
     lengths = [n for n in LENGTHS if any(parts[suite, n] for suite in suites)]
-    if own is None or not lengths:
+    if rate is None or not lengths:
         return []
     lines, unknown = [], False
-    for suite, told in suites.items():
+    for suite, suffix in suites.items():
         for name in names([part for n in lengths if (part := parts[suite, n])]):
             most, cells = limit(name), []
             for length in lengths:
                 contender = row(parts[suite, length], name)
-                least = floor_ms(name, length, bool(told), own, signs)
+                least = floor_ms(name, length, bool(suffix), rate, signs)
                 unknown |= contender is not None and least is None and name.startswith(("clustered", "improved"))
                 times = None if contender is None or least is None else round(contender["median_ms"] / least, 1)
                 cells.append("–" if times is None else f"{times:.1f}" + ", over" * (most is not None and times > most))
             if set(cells) != {"–"}:
-                lines.append([f"`{name}`{told}", "–" if most is None else f"{most:g}", *cells])
+                lines.append([f"`{name}`{suffix}", "–" if most is None else f"{most:g}", *cells])
     text = (
         f"Forward of attention by itself on {THREADS} threads, over the least time that its counted products take at the rate above, "
         "or its inputs and outputs at the rate of the copy, whichever is longer. Exponentials, sorting and choosing are not "
@@ -91,13 +91,13 @@ def peers(made: dict[str, Any], modes: dict[str, str]) -> list[str]:
     """The speed of our counterpart relative to each peer."""
     lines: dict[tuple[str, ...], dict[int, str]] = {}
     for one in against_peers(made, dict(COUNTERPARTS)):
-        told = (one["peer"], f"`{one['ours']}`", modes[one["mode"]], one["dtype"], str(one["threads"]))
-        lines.setdefault(told, {})[one["length"]] = f"{one['ratio']:.2f}{dagger(one)}"
+        case = (one["peer"], f"`{one['ours']}`", modes[one["mode"]], one["dtype"], str(one["threads"]))
+        lines.setdefault(case, {})[one["length"]] = f"{one['ratio']:.2f}{dagger(one)}"
     if not lines:
         return []
     lengths = [n for n in LENGTHS if any(n in cells for cells in lines.values())]
     head = ["peer", "ours", "mode", "precision", "threads", *(f"{length:,}" for length in lengths)]
-    rows = [[*told, *(cells.get(length, "–") for length in lengths)] for told, cells in sorted(lines.items())]
+    rows = [[*case, *(cells.get(length, "–") for length in lengths)] for case, cells in sorted(lines.items())]
     return [
         "## Peers",
         "Attention alone, projections exchanged for copies: how many times as fast as the peer ours is.",

@@ -46,8 +46,8 @@ RACED_IDIAP = (512, 1024, 2048, 4096)
 
 def share(part: dict[str, Any] | None, name: str) -> float | None:
     """The speed-up of a contender over that without attention."""
-    own, free = row(part, name), row(part, CEILING)
-    return None if own is None or free is None else own["against_sdpa"][0] / free["against_sdpa"][0]
+    timed, free = row(part, name), row(part, CEILING)
+    return None if timed is None or free is None else timed["against_sdpa"][0] / free["against_sdpa"][0]
 
 
 def judged(made: dict[str, Any]) -> list[list[str]]:
@@ -81,10 +81,10 @@ def _why(part: dict[str, Any], contender: dict[str, Any], key: str, least: float
     free = row(part, CEILING)
     if free is None:
         return "no attention at all", "not measured"
-    told = "no attention at all" + ", its cache still copied," * (part["suite"] == "decode")
+    subject = "no attention at all" + ", its cache still copied," * (part["suite"] == "decode")
     if free[key][0] < least:
-        return f"{told} reaches", f"{free[key][0]:.2f}"
-    return f"share of what {told} reaches:", f"{contender[key][0] / free[key][0]:.2f}"
+        return f"{subject} reaches", f"{free[key][0]:.2f}"
+    return f"share of what {subject} reaches:", f"{contender[key][0] / free[key][0]:.2f}"
 
 
 def other_targets(made: dict[str, Any]) -> list[list[str]]:

@@ -69,7 +69,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     folder, begun = options.output / "parts", time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     _take_up(options.output)
-    then, now = (parts.kept(folder, "machine") or {}).get("environment"), asked("name").get("name")
+    then, now = (parts.stored(folder, "machine") or {}).get("environment"), asked("name").get("name")
     if then and now and now != then["gpu"]:
         raise ApproxError(
             f"{folder} holds what was measured on {then['gpu']}, and this is {now}. Take another folder with -o.",
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     end = begun + options.budget - min(RESERVE, options.budget / 10)
     # Nothing else can run without it.
     _carry_out([Job("machine", {"kind": "machine"})], folder, end, 1, options, console)
-    if (machine := parts.kept(folder, "machine")) is None or "error" in machine:
+    if (machine := parts.stored(folder, "machine")) is None or "error" in machine:
         why = "it took too long" if machine is None else machine["error"]
         raise ApproxError(f"The GPU was asked to copy and multiply, but {why}. Fix that first.", Exit.MISSING)
     card = machine["environment"]
@@ -91,7 +91,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     if why := assembler_obstacle(*capability):
         raise ApproxError(f"The kernels would not be right on {card['gpu']}: {why}", Exit.MISSING)
     try:
-        if options.tests and not (parts.kept(folder, "tests") or {"finished": False})["finished"]:
+        if options.tests and not (parts.stored(folder, "tests") or {"finished": False})["finished"]:
             console.print("tests", highlight=False)
             parts.keep(folder, "tests", suite_passes(options.output / "tests.log", TESTS * options.budget))
         for stage, deadline in allotted(stages(), time.monotonic(), end):
@@ -115,26 +115,26 @@ def _run_stage(stage: Stage, deadline: float, options: argparse.Namespace, conso
     if stage.name == "checks":
         lanes = min(LANES, max(2, (os.cpu_count() or 2) * 3 // 4))
         _carry_out(verifications(), folder, deadline, lanes, options, console)
-        verified = [one for one in parts.all_kept(folder) if one.get("kind") == "verification"]
+        verified = [one for one in parts.all_stored(folder) if one.get("kind") == "verification"]
         result = {"kind": "checks", "checks": checks(verified, checked())}
         # Regardless of the time: `auto` depends on the result, which takes no time.
         _carry_out([Job("checks", result)], folder, math.inf, 1, options, console)
     chosen = [
         part for part in stage.parts if fnmatch.fnmatchcase(part.id, options.only) and part.length in options.lengths
     ]
-    chosen = [part for part in chosen if _unfinished(parts.kept(folder, part.id))]
+    chosen = [part for part in chosen if _unfinished(parts.stored(folder, part.id))]
     for place, part in enumerate(chosen):
         begun = time.monotonic()
-        own = begun + (deadline - begun) / (len(chosen) - place)
-        if own - begun < 1:
+        end = begun + (deadline - begun) / (len(chosen) - place)
+        if end - begun < 1:
             console.print(f"The time of the stage {stage.name} is used up.", highlight=False)
             return
         trials = tries(part, torch.device(options.device))
         lanes = min(LARGE_LANES if part.length >= LARGE else LANES, max(2, (os.cpu_count() or 2) * 3 // 4))
-        _carry_out(trials, folder, begun + TRYING * (own - begun), lanes, options, console)
-        tried = {job.given["name"]: (parts.kept(folder, job.id) or {}).get("status", UNTRIED) for job in trials}
-        given = {"kind": "part", "part": part._asdict(), "tried": tried}
-        _carry_out([Job(part.id, given)], folder, own, 1, options, console)
+        _carry_out(trials, folder, begun + TRYING * (end - begun), lanes, options, console)
+        tried = {job.arguments["name"]: (parts.stored(folder, job.id) or {}).get("status", UNTRIED) for job in trials}
+        arguments = {"kind": "part", "part": part._asdict(), "tried": tried}
+        _carry_out([Job(part.id, arguments)], folder, end, 1, options, console)
 
 
 def _take_up(output: Path) -> None:
@@ -158,8 +158,8 @@ def _carry_out(
     jobs: list[Job], folder: Path, deadline: float, lanes: int, options: argparse.Namespace, console: Console
 ) -> None:
     """Run the jobs that are not stored yet; the next run retries those that failed as a whole."""
-    left = [job for job in jobs if _unfinished(parts.kept(folder, job.id))]
-    left = [job._replace(given={**job.given, "device": options.device}) for job in left]
+    left = [job for job in jobs if _unfinished(parts.stored(folder, job.id))]
+    left = [job._replace(arguments={**job.arguments, "device": options.device}) for job in left]
     done = 0
 
     def keep(job: Job, result: dict[str, Any]) -> None:
@@ -169,10 +169,13 @@ def _carry_out(
             console.print(
                 f"{done}/{len(left)} {job.id}" + (f": {result['error']}" if "error" in result else ""), highlight=False
             )
-        about = {**job.given.get("part", {}), **{key: job.given[key] for key in ("suite", "name") if key in job.given}}
-        about |= {"dtype": job.given["dtype"]} if "dtype" in job.given else {}
-        empty = {"contenders": [], "best_exact": None, "spread": None} if job.given["kind"] == "part" else {}
-        whole = {"kind": job.given["kind"], **empty, **about}
+        about = {
+            **job.arguments.get("part", {}),
+            **{key: job.arguments[key] for key in ("suite", "name") if key in job.arguments},
+        }
+        about |= {"dtype": job.arguments["dtype"]} if "dtype" in job.arguments else {}
+        empty = {"contenders": [], "best_exact": None, "spread": None} if job.arguments["kind"] == "part" else {}
+        whole = {"kind": job.arguments["kind"], **empty, **about}
         try:
             parts.keep(folder, job.id, {**whole, **result})
         except ValueError as error:
@@ -208,7 +211,7 @@ def _unfinished(result: dict[str, Any] | None) -> bool:
 
 def _gather(output: Path, seconds: float) -> None:
     """Write the record of all stored parts, and list the missing parts of the plan."""
-    results = parts.all_kept(output / "parts")
+    results = parts.all_stored(output / "parts")
     raced = [one for one in results if one.get("kind") == "part"]
     done = {_part_of(one).id for one in raced if "error" not in one and UNFINISHED not in one}
     order = {part.id: place for place, part in enumerate(planned())}
@@ -220,8 +223,8 @@ def _gather(output: Path, seconds: float) -> None:
         "minutes": seconds / 60,
         "environment": machine["environment"],
         "rates": machine["rates"],
-        "tests": parts.kept(output / "parts", "tests"),
-        "checks": (parts.kept(output / "parts", "checks") or {}).get("checks", {}),
+        "tests": parts.stored(output / "parts", "tests"),
+        "checks": (parts.stored(output / "parts", "checks") or {}).get("checks", {}),
         "verified": [one for one in results if one.get("kind") == "verification"],
         "parts": sorted(raced, key=lambda one: order.get(_part_of(one).id, len(order))),
         "left": [name for name in order if name not in done],

@@ -107,22 +107,22 @@ def contenders(
         yield from (one for one in peers(causal, padded, compiled) if whole or one.role == "exact")
 
 
-def built(case: Case, causal: bool, dtype: torch.dtype, device: torch.device, given: Inputs) -> Any:
+def built(case: Case, causal: bool, dtype: torch.dtype, device: torch.device, values: Inputs) -> Any:
     """The mechanism on the device, with as many heads as the inputs, and calibrated on them if necessary."""
-    mechanism = mechanism_of(case, causal, given.q.shape[1]).to(device, dtype)
+    mechanism = mechanism_of(case, causal, values.q.shape[1]).to(device, dtype)
     if mechanism.takes_calibration:
         with torch.no_grad():
-            mechanism.calibrate(given.q, given.k, given.v)
+            mechanism.calibrate(values.q, values.k, values.v)
     return mechanism
 
 
 def _made(case: Case, causal: bool, dtype: torch.dtype, device: torch.device, train: bool) -> Callable[[Inputs], Step]:
-    kept: list[Any] = []
+    built_once: list[Any] = []
 
-    def make(given: Inputs) -> Step:
-        if not kept:
-            kept.append(built(case, causal, dtype, device, given).train(train))
-        return lambda: kept[0](given.q, given.k, given.v, given.mask), given[:3], given.grad
+    def make(values: Inputs) -> Step:
+        if not built_once:
+            built_once.append(built(case, causal, dtype, device, values).train(train))
+        return lambda: built_once[0](values.q, values.k, values.v, values.mask), values[:3], values.grad
 
     return make
 

@@ -18,12 +18,12 @@ def captured(call: Callable[[], object], calls: int) -> Callable[[], None]:
         RuntimeError: if the call synchronises or cannot be captured. The process should then not be used for another
             graph.
     """
-    current, beside = torch.cuda.current_stream(), torch.cuda.Stream()
-    beside.wait_stream(current)
-    with torch.cuda.stream(beside):
+    current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
         for _ in range(_WARM):
             call()
-    current.wait_stream(beside)
+    current.wait_stream(side)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     try:

@@ -23,9 +23,9 @@ from bench.gpu_workers import SPENT, LostError, Row, Say, in_one_line
 UNTRIED = "not tried in time, so not timed"
 
 
-def work(given: dict[str, Any], say: Say, before: Mapping[str, Row]) -> dict[str, Any]:
+def work(arguments: dict[str, Any], say: Say, before: Mapping[str, Row]) -> dict[str, Any]:
     """Run one job: `given` has its `kind`, the `device`, and the arguments of that kind."""
-    device = torch.device(given["device"])
+    device = torch.device(arguments["device"])
     if device.type == "cuda":
         torch.cuda.empty_cache()
     # Every length is compiled separately, and after a few the compiler would give up.
@@ -34,23 +34,23 @@ def work(given: dict[str, Any], say: Say, before: Mapping[str, Row]) -> dict[str
     kinds = {"machine": _machine, "try": _try, "part": _part, "verification": _verification, "checks": _checks}
     # The kernels verified here have not passed their check yet.
     with unchecked():
-        return kinds[given["kind"]](given, device, say, before)
+        return kinds[arguments["kind"]](arguments, device, say, before)
 
 
-def _machine(given: dict[str, Any], device: torch.device, say: Say, before: Mapping[str, Row]) -> dict[str, Any]:
+def _machine(arguments: dict[str, Any], device: torch.device, say: Say, before: Mapping[str, Row]) -> dict[str, Any]:
     return {"environment": described(device), "rates": calibrate(device)}
 
 
-def _try(given: dict[str, Any], device: torch.device, say: Say, before: Mapping[str, Row]) -> dict[str, Any]:
+def _try(arguments: dict[str, Any], device: torch.device, say: Say, before: Mapping[str, Row]) -> dict[str, Any]:
     """Run a contender once on the shapes of a part, compare it with its reference, and capture it.
 
     Its process ends with it, whatever happened: one that wrote where it must not may have spoiled what others would
     read.
     """
-    part, name = Part(**given["part"]), given["name"]
+    part, name = Part(**arguments["part"]), arguments["name"]
     if name in before:
         return {"name": name, "status": before[name]["status"], SPENT: True}
-    say({"name": name, "role": given["role"]})
+    say({"name": name, "role": arguments["role"]})
     train, graph = part.mode == "train", part.way == "graph"
     try:
         if part.suite in SUITES:
@@ -61,7 +61,7 @@ def _try(given: dict[str, Any], device: torch.device, say: Say, before: Mapping[
             status = found["graphs"][part.mode] if found["status"] == "ok" and graph and refused else found["status"]
         else:
             found, status = {"errors": {}}, "ok"
-            if part.suite == "decode" and given["role"] == "variant":
+            if part.suite == "decode" and arguments["role"] == "variant":
                 found = verify_decoding(name, getattr(torch, part.dtype), device, part.length)
                 status = found["status"]
             status = runs(part, name, device) if status == "ok" else status
@@ -97,11 +97,11 @@ def runs(part: Part, name: str, device: torch.device) -> str:
     return "ok" if same else "gives something else as a graph"
 
 
-def _part(given: dict[str, Any], device: torch.device, say: Say, before: Mapping[str, Row]) -> dict[str, Any]:
+def _part(arguments: dict[str, Any], device: torch.device, say: Say, before: Mapping[str, Row]) -> dict[str, Any]:
     # Captures collect garbage, and would each scan everything that was ever imported.
     gc.collect()
     gc.freeze()
-    return measure(Part(**given["part"]), device, say, refusing(given["tried"]), before)
+    return measure(Part(**arguments["part"]), device, say, refusing(arguments["tried"]), before)
 
 
 def refusing(tried: Mapping[str, str]) -> Callable[[str, str], str | None]:
@@ -114,16 +114,18 @@ def refusing(tried: Mapping[str, str]) -> Callable[[str, str], str | None]:
     return refuse
 
 
-def _verification(given: dict[str, Any], device: torch.device, say: Say, before: Mapping[str, Row]) -> dict[str, Any]:
-    name = given["name"]
-    result: dict[str, Any] = {"errors": {}, "kernels": [], "graphs": {}, "sources": sources(given["suite"], name)}
+def _verification(
+    arguments: dict[str, Any], device: torch.device, say: Say, before: Mapping[str, Row]
+) -> dict[str, Any]:
+    name = arguments["name"]
+    result: dict[str, Any] = {"errors": {}, "kernels": [], "graphs": {}, "sources": sources(arguments["suite"], name)}
     if name in before:
         return result | {"status": before[name]["status"]}
     say({"name": name, "role": "variant"})
     try:
-        dtype = getattr(torch, given["dtype"])
-        decoding = given["suite"] == "decode"
-        result |= verify_decoding(name, dtype, device) if decoding else verify(given["suite"], name, dtype, device)
+        dtype = getattr(torch, arguments["dtype"])
+        decoding = arguments["suite"] == "decode"
+        result |= verify_decoding(name, dtype, device) if decoding else verify(arguments["suite"], name, dtype, device)
     except Exception as error:  # what fails here is not used, and the page says why
         result["status"] = in_one_line(error)
     _alive(device, result["status"])
@@ -131,8 +133,8 @@ def _verification(given: dict[str, Any], device: torch.device, say: Say, before:
     return result | ({SPENT: True} if spent else {})
 
 
-def _checks(given: dict[str, Any], device: torch.device, say: Say, before: Mapping[str, Row]) -> dict[str, Any]:
-    return keep_all(given["checks"], device)
+def _checks(arguments: dict[str, Any], device: torch.device, say: Say, before: Mapping[str, Row]) -> dict[str, Any]:
+    return keep_all(arguments["checks"], device)
 
 
 def _alive(device: torch.device, status: str) -> None:

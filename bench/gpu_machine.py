@@ -131,9 +131,9 @@ def suite_passes(log: Path, seconds: float, arguments: Sequence[str] = TESTS) ->
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     said = counted(log.read_text(encoding="utf-8", errors="replace"))
-    told = ["python", *command[1:]]
+    shown = ["python", *command[1:]]
     # pytest exits with 0 or 1 after running all tests.
-    return {"command": " ".join(told), "finished": code in (0, 1), "exit_code": code, **said}
+    return {"command": " ".join(shown), "finished": code in (0, 1), "exit_code": code, **said}
 
 
 def counted(text: str) -> dict[str, Any]:

@@ -108,12 +108,12 @@ def _later(
     dtype: torch.dtype,
 ) -> Callable[[], object]:
     """The call that runs a model in a given way, built on first use."""
-    kept: list[Callable[[], object]] = []
+    built: list[Callable[[], object]] = []
 
     def call() -> object:
-        if not kept:
-            kept.append(run(model(), length, batch, dtype)[0])
-        return kept[0]()
+        if not built:
+            built.append(run(model(), length, batch, dtype)[0])
+        return built[0]()
 
     return call
 

@@ -80,7 +80,7 @@ def report(made: dict[str, Any], picture: str | None) -> str:
         text.append(f"![speed-up against length]({picture})")
     text += [*_tests(made), *_machine(made), *_checks(made), *_verified(made), *_floors(made)]
     text += [piece for suite in _SUITES for piece in _suite(made, suite)]
-    failed = [f"- `{_told(one)}`: {one['error']}" for one in made["parts"] if "error" in one]
+    failed = [f"- `{_outcome(one)}`: {one['error']}" for one in made["parts"] if "error" in one]
     text += ["## Parts that failed", "\n".join(failed)] if failed else []
     if made["left"]:
         text += ["## Not measured", "\n".join(f"- `{name}`" for name in made["left"])]
@@ -91,7 +91,7 @@ def _others(machine: dict[str, Any]) -> str:
     return ", ".join(f"{name} {machine.get(name) or 'not installed'}" for name in PACKAGES if name in machine)
 
 
-def _told(one: dict[str, Any]) -> str:
+def _outcome(one: dict[str, Any]) -> str:
     return f"{one['suite']}/{one['mode']}/{one['dtype']}/{one['length']}x{one['batch']}/{one['way']}"
 
 
@@ -135,8 +135,8 @@ def _checks(made: dict[str, Any]) -> list[str]:
     rows = []
     for op in OPS:
         passed, wrong = checks.get(op, ((), {}))
-        told = "; ".join(f"{dtype}: {why}" for dtype, why in wrong.items()) or "–"
-        rows.append([f"`{op}`", ", ".join(passed) or "–", _cell(told)])
+        reasons = "; ".join(f"{dtype}: {why}" for dtype, why in wrong.items()) or "–"
+        rows.append([f"`{op}`", ", ".join(passed) or "–", _cell(reasons)])
     return [
         "## What `auto` takes on this GPU",
         "The kernels of an op in the precisions in which all that runs them is right; PyTorch in all others, also in those where "
@@ -194,12 +194,12 @@ def _cell(text: str) -> str:
 
 def _floors(made: dict[str, Any]) -> list[str]:
     rows = []
-    for suite, told in (("attention", ""), ("attention-causal", ", causal")):
+    for suite, suffix in (("attention", ""), ("attention-causal", ", causal")):
         parts = {length: part_of(made, suite, "forward", length) for length in LENGTHS}
         for name in names([part for part in parts.values() if part]):
             ratios = [over_floor(made, parts[length], name) for length in LENGTHS]
             if any(ratios):
-                rows.append([f"`{name}`{told}", *("–" if one is None else f"{one:.1f}" for one in ratios)])
+                rows.append([f"`{name}`{suffix}", *("–" if one is None else f"{one:.1f}" for one in ratios)])
     if not rows:
         return []
     return [
@@ -219,21 +219,21 @@ def _suite(made: dict[str, Any], suite: str) -> list[str]:
         step = None if whole or part["length"] == TOKENS else part["batch"]
         groups.setdefault((part["mode"], part["dtype"], part["way"], step), []).append(part)
     text = [f"## {_SUITES[suite]}"] if groups else []
-    for (mode, dtype, way, batch), own in groups.items():
-        own = sorted(own, key=lambda part: part["length"])
-        told = f"{_MODES[mode]}, {dtype}, {_WAYS[way]}" + (f", batch {batch}" if batch else "")
-        rows = [[f"`{name}`", *(_figure(part, name) for part in own)] for name in names(own)]
+    for (mode, dtype, way, batch), chosen in groups.items():
+        chosen = sorted(chosen, key=lambda part: part["length"])
+        title = f"{_MODES[mode]}, {dtype}, {_WAYS[way]}" + (f", batch {batch}" if batch else "")
+        rows = [[f"`{name}`", *(_figure(part, name) for part in chosen)] for name in names(chosen)]
         untried = [row[0] for row in rows if set(row[1:]) == {"–"}]
         rows = [row for row in rows if row[0] not in untried]
-        rows.append(["best exact attention", *(part["best_exact"] or "–" for part in own)])
+        rows.append(["best exact attention", *(part["best_exact"] or "–" for part in chosen)])
         rows.append(
-            ["SDPA against itself", *("–" if part["spread"] is None else f"{part['spread']:.2f}" for part in own)]
+            ["SDPA against itself", *("–" if part["spread"] is None else f"{part['spread']:.2f}" for part in chosen)]
         )
         text += [
-            f"### {told[0].upper()}{told[1:]}",
+            f"### {title[0].upper()}{title[1:]}",
             "Milliseconds; against default SDPA / against the best exact."
             + (f" There was no time to try {', '.join(untried)}." if untried else ""),
-            table(["attention", *(f"{part['length']:,}" for part in own)], rows),
+            table(["attention", *(f"{part['length']:,}" for part in chosen)], rows),
         ]
     return text
 

@@ -114,27 +114,27 @@ def _installed(module: str) -> bool:
 
 
 def _scaled(causal: bool, back_end: SDPBackend | None) -> Callable[[Inputs], Step]:
-    def make(given: Inputs) -> Step:
-        mask = None if given.mask is None else given.mask[:, None, None, :]
+    def make(values: Inputs) -> Step:
+        mask = None if values.mask is None else values.mask[:, None, None, :]
 
         def forward() -> Tensor:
-            return F.scaled_dot_product_attention(given.q, given.k, given.v, attn_mask=mask, is_causal=causal)
+            return F.scaled_dot_product_attention(values.q, values.k, values.v, attn_mask=mask, is_causal=causal)
 
         def forced() -> Tensor:
             assert back_end is not None, "it is what is forced"
             with sdpa_kernel(back_end):
                 return forward()
 
-        return forward if back_end is None else forced, (given.q, given.k, given.v), given.grad
+        return forward if back_end is None else forced, (values.q, values.k, values.v), values.grad
 
     return make
 
 
 def _variable(window: tuple[int, int]) -> Callable[[Inputs], Step]:
-    def make(given: Inputs) -> Step:
+    def make(values: Inputs) -> Step:
         from torch.nn.attention.varlen import varlen_attn
 
-        batch, heads, length, _ = given.q.shape
+        batch, heads, length, _ = values.q.shape
 
         def attend(rows: Sequence[Tensor], starts: Tensor, longest: int) -> Tensor:
             q, k, v = rows
@@ -142,18 +142,18 @@ def _variable(window: tuple[int, int]) -> Callable[[Inputs], Step]:
             assert isinstance(out, Tensor), "nothing besides was asked for"
             return out
 
-        if given.mask is None:
-            starts = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=given.q.device)
+        if values.mask is None:
+            starts = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=values.q.device)
 
             def forward() -> Tensor:
-                rows = [x.transpose(1, 2).flatten(0, 1) for x in given[:3]]
+                rows = [x.transpose(1, 2).flatten(0, 1) for x in values[:3]]
                 return attend(rows, starts, length).view(batch, length, heads, -1).transpose(1, 2)
 
-            return forward, given[:3], given.grad
+            return forward, values[:3], values.grad
         # Only real tokens, with the samples concatenated; packing is not timed.
-        *rows, grad = (x.detach().transpose(1, 2)[given.mask] for x in (given.q, given.k, given.v, given.grad))
-        leaves = tuple(x.requires_grad_(given.q.requires_grad) for x in rows)
-        lengths = given.mask.sum(1)
+        *rows, grad = (x.detach().transpose(1, 2)[values.mask] for x in (values.q, values.k, values.v, values.grad))
+        leaves = tuple(x.requires_grad_(values.q.requires_grad) for x in rows)
+        lengths = values.mask.sum(1)
         starts, longest = F.pad(lengths.cumsum(0), (1, 0)).int(), int(lengths.max())
         return lambda: attend(leaves, starts, longest), leaves, grad
 
@@ -161,13 +161,13 @@ def _variable(window: tuple[int, int]) -> Callable[[Inputs], Step]:
 
 
 def _compiled(causal: bool, window: tuple[int, int] | None) -> Callable[[Inputs], Step]:
-    kept: dict[str, Any] = {}
+    compiled_once: dict[str, Any] = {}
 
-    def make(given: Inputs) -> Step:
+    def make(values: Inputs) -> Step:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-        batch, _, length, _ = given.q.shape
-        lengths = None if given.mask is None else given.mask.sum(1)
+        batch, _, length, _ = values.q.shape
+        lengths = None if values.mask is None else values.mask.sum(1)
 
         def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             # At least one comparison, as the tracer requires.
@@ -178,62 +178,66 @@ def _compiled(causal: bool, window: tuple[int, int] | None) -> Callable[[Inputs]
                 allowed = allowed & (j >= i - window[0]) & (j <= i + window[1])
             return allowed & (j <= i) if causal else allowed
 
-        if not kept:
+        if not compiled_once:
             # One function for all inputs of a shape: the compiler gives up on a function after too many shapes.
-            kept["attend"] = torch.compile(flex_attention, dynamic=False)
-            kept["mask"] = None
+            compiled_once["attend"] = torch.compile(flex_attention, dynamic=False)
+            compiled_once["mask"] = None
             if causal or window is not None or lengths is not None:
                 samples = None if lengths is None else batch
-                kept["mask"] = create_block_mask(seen, samples, None, length, length, device=given.q.device)
-        return lambda: kept["attend"](given.q, given.k, given.v, block_mask=kept["mask"]), given[:3], given.grad
+                compiled_once["mask"] = create_block_mask(seen, samples, None, length, length, device=values.q.device)
+        return (
+            lambda: compiled_once["attend"](values.q, values.k, values.v, block_mask=compiled_once["mask"]),
+            values[:3],
+            values.grad,
+        )
 
     return make
 
 
 def _flash_library(causal: bool) -> Callable[[Inputs], Step]:
-    def make(given: Inputs) -> Step:
-        scale = given.q.shape[3] ** -0.5
-        return lambda: library_attention(*given[:3], causal=causal, scale=scale), given[:3], given.grad
+    def make(values: Inputs) -> Step:
+        scale = values.q.shape[3] ** -0.5
+        return lambda: library_attention(*values[:3], causal=causal, scale=scale), values[:3], values.grad
 
     return make
 
 
 def _xformers(causal: bool) -> Callable[[Inputs], Step]:
-    def make(given: Inputs) -> Step:
+    def make(values: Inputs) -> Step:
         ops = importlib.import_module("xformers.ops")
         bias = ops.LowerTriangularMask() if causal else None
 
         def forward() -> Tensor:
-            rows = (x.transpose(1, 2) for x in given[:3])
+            rows = (x.transpose(1, 2) for x in values[:3])
             return ops.memory_efficient_attention(*rows, attn_bias=bias).transpose(1, 2)
 
-        return forward, given[:3], given.grad
+        return forward, values[:3], values.grad
 
     return make
 
 
 def _fla(name: str) -> Callable[[Inputs], Step]:
-    def make(given: Inputs) -> Step:
+    def make(values: Inputs) -> Step:
         attend = getattr(importlib.import_module("fla.ops.linear_attn"), name)
 
         def forward() -> Tensor:
             # The feature map is not part of its kernels.
-            q, k = (F.elu(x).add(1.0).transpose(1, 2) for x in given[:2])
-            return attend(q, k, given.v.transpose(1, 2), normalize=True)[0].transpose(1, 2)
+            q, k = (F.elu(x).add(1.0).transpose(1, 2) for x in values[:2])
+            return attend(q, k, values.v.transpose(1, 2), normalize=True)[0].transpose(1, 2)
 
-        return forward, given[:3], given.grad
+        return forward, values[:3], values.grad
 
     return make
 
 
-def rotating(make: Callable[[Inputs], Step], given: Sequence[Inputs], train: bool) -> Callable[[], object]:
+def rotating(make: Callable[[Inputs], Step], inputs: Sequence[Inputs], train: bool) -> Callable[[], object]:
     """Runs on different inputs at each call, so that they are not in the cache."""
     steps: list[Step] = []
-    places = itertools.cycle(range(len(given)))
+    places = itertools.cycle(range(len(inputs)))
 
     def call() -> object:
         if not steps:
-            steps.extend(make(each) for each in given)
+            steps.extend(make(each) for each in inputs)
         forward, leaves, grad = steps[next(places)]
         out = forward()
         return torch.autograd.grad(out, leaves, grad) if train else out

@@ -189,9 +189,9 @@ def _contenders(part: Part, device: torch.device) -> Contenders:
     train = part.mode == "train"
     sets = gpu_cases.sets_for(part.batch, part.length, dtype, device)
     how = {"batch": part.batch, "length": part.length, "dtype": dtype, "device": device, "sets": sets, "train": train}
-    given = gpu_cases.inputs(part.suite, **how)
+    inputs = gpu_cases.inputs(part.suite, **how)
     for one in gpu_cases.contenders(part.suite, part.mode, part.length, dtype, device, compiled_for(part)):
-        yield one.name, one.role, rotating(one.make, given, train), sets
+        yield one.name, one.role, rotating(one.make, inputs, train), sets
 
 
 def _first(runner: Guarded) -> None:

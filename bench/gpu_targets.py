@@ -79,10 +79,10 @@ def targets() -> list[Target]:
     for name, most in FLOORS.items():
         asked = {length: most for length in LENGTHS if not (name == WINDOWS[1] and length < 1024)}
         wanted.append(Target(f"`{name}`, time over floor, at most", asked, _over_floor(name), at_most=True))
-    for suite, told, table in (("roberta", "RoBERTa-base", ENCODER), ("gpt2", "GPT-2-small, prefill", PREFILL)):
+    for suite, label, table in (("roberta", "RoBERTa-base", ENCODER), ("gpt2", "GPT-2-small, prefill", PREFILL)):
         for name, numbers in table.items():
             asked = {length: least for length, least in zip(LENGTHS, numbers, strict=True) if least == least}
-            wanted.append(Target(f"{told}, `{name}` against the best SDPA", asked, _end_to_end(suite, name)))
+            wanted.append(Target(f"{label}, `{name}` against the best SDPA", asked, _end_to_end(suite, name)))
     for (length, batch), least in DECODING.items():
         what = f"GPT-2-small, one token, batch {batch}, `linear` against SDPA with a static cache"
         wanted.append(Target(what, {length: least}, _decoding(batch)))
@@ -141,10 +141,10 @@ def over_floor(made: dict[str, Any], part: dict[str, Any] | None, name: str) -> 
 _Measure = Callable[[dict[str, Any], int], float | None]
 
 
-def _against(mode: str, other: str, own: str, suite: str = ATTENTION) -> _Measure:
+def _against(mode: str, other: str, name: str, suite: str = ATTENTION) -> _Measure:
     def ratio(made: dict[str, Any], length: int) -> float | None:
         part = part_of(made, suite, mode, length)
-        theirs, ours = row(part, other), row(part, own)
+        theirs, ours = row(part, other), row(part, name)
         return None if theirs is None or ours is None else theirs["median_ms"] / ours["median_ms"]
 
     return ratio
@@ -185,7 +185,7 @@ def computed_pairs(name: str, length: int) -> int:
     if case.mechanism == "bigbird":
         blocks = -(-length // mechanism.block)
         lists = bigbird_lists(blocks, mechanism.draws, False)
-        return sum(len(own) or blocks for own in lists) * mechanism.block**2
+        return sum(len(keys) or blocks for keys in lists) * mechanism.block**2
     rows, columns = (FORWARD["narrow"][0].tiles[size] for size in ("BM", "BN"))
     pairs = 0
     for first in range(0, length, rows):

@@ -69,7 +69,7 @@ def verify(
     wrong: list[str] = []
     for batch, length, heads in shapes or (COMPILED_SHAPES if name in COMPILED else SHAPES):
         how = {"batch": batch, "length": length, "heads": heads, "dtype": dtype, "device": device, "train": train}
-        given = inputs(suite, **how, seed=length)[0]
+        values = inputs(suite, **how, seed=length)[0]
         one = next(
             (each for each in contenders(suite, "train", length, dtype, device, every=True) if each.name == name), None
         )
@@ -78,11 +78,11 @@ def verify(
             continue
         like = next(case for case in [Case(SDPA, SDPA, {}), *of_suite(suite, 1)] if case.name == one.like)
         if like.mechanism == "improved-clustered":
-            _set_apart(given)
-        mechanism = built(like, causal, dtype, device, given)
-        _make_hashes_exact(mechanism, given)
+            _set_apart(values)
+        mechanism = built(like, causal, dtype, device, values)
+        _make_hashes_exact(mechanism, values)
         whole = batch * heads * length**2 <= PAIRS
-        few = given if whole else _first_sample(given)
+        few = values if whole else _first_sample(values)
         # A sum over samples that the references leave out has nothing to be compared with.
         learned = [f"d{name}" for name, _ in mechanism.named_parameters()] if whole or batch == 1 else []
         names = (*NAMES, *learned) if train else NAMES[:1]
@@ -94,7 +94,7 @@ def verify(
             exact = _real(_run(_step(copy.deepcopy(mechanism).to(wide_dtype), wide), train), few)
         ours = one.role == "variant"
         forget()
-        step = _step(mechanism, given) if ours else one.make(given)
+        step = _step(mechanism, values) if ours else one.make(values)
         # On a GPU kernels run first, checked or not; elsewhere they are interpreted.
         with unchecked(), implementation("auto" if device.type == "cuda" else "triton"):
             results = _run(step, train)
@@ -119,13 +119,13 @@ def verify(
 @torch.no_grad()
 def verify_decoding(name: str, dtype: torch.dtype, device: torch.device, length: int = LENGTH) -> dict[str, Any]:
     """Pass a mechanism the last tokens of a sequence one by one; returns the same as `verify`, for outputs only."""
-    given = inputs("attention-causal", batch=2, length=length, dtype=dtype, device=device, seed=length)[0]
+    values = inputs("attention-causal", batch=2, length=length, dtype=dtype, device=device, seed=length)[0]
     case = next(case for case in of_suite("decode", 1) if case.name == name)
-    mechanism = built(case, True, dtype, device, given)
+    mechanism = built(case, True, dtype, device, values)
     last = range(length - LAST, length)
     with implementation("reference"):
-        plain = mechanism(given.q, given.k, given.v)[:, :, last.start :]
-        exact = copy.deepcopy(mechanism).double()(*(x.double() for x in given[:3]))[:, :, last.start :]
+        plain = mechanism(values.q, values.k, values.v)[:, :, last.start :]
+        exact = copy.deepcopy(mechanism).double()(*(x.double() for x in values[:3]))[:, :, last.start :]
     forget()
     outs, state = [], None
     keeps = mechanism.decode_state != "cache"
@@ -136,14 +136,14 @@ def verify_decoding(name: str, dtype: torch.dtype, device: torch.device, length:
     with unchecked(), implementation("triton" if interpreted else "auto"):
         if keeps:
             with implementation("triton" if prompt else "auto"):
-                _, state = mechanism.decode(*(x[:, :, : last.start] for x in given[:3]))
+                _, state = mechanism.decode(*(x[:, :, : last.start] for x in values[:3]))
             kernels |= _in_kernels()
         for place in last:
-            q, k, v = (x[:, :, place : place + 1] for x in given[:3])
+            q, k, v = (x[:, :, place : place + 1] for x in values[:3])
             if keeps:
                 out, state = mechanism.decode(q, k, v, None, state)
             else:
-                out = mechanism(q, *(x[:, :, : place + 1] for x in given[1:3]))
+                out = mechanism(q, *(x[:, :, : place + 1] for x in values[1:3]))
             outs.append(out)
     error, budget = error_and_budget(torch.cat(outs, 2), plain, exact, FACTOR)
     wrong = "" if error <= budget else f"failed: out has error {error:.1e}, allowed is {budget:.1e}"
@@ -158,37 +158,37 @@ def _in_kernels() -> set[str]:
 
 
 @torch.no_grad()
-def _set_apart(given: Inputs) -> None:
+def _set_apart(values: Inputs) -> None:
     """Make the mean query of every cluster weigh the first `topk` keys most, by more than 16 bits round.
 
     Otherwise kernels and reference choose others among scores that are equal in 16 bits, and gradients depend on the
     choice.
     """
-    given.q[..., 0] = 3.0
-    given.k[:, :, :KEPT, 0] += 16.0
+    values.q[..., 0] = 3.0
+    values.k[:, :, :KEPT, 0] += 16.0
 
 
 @torch.no_grad()
-def _make_hashes_exact(mechanism: Any, given: Inputs) -> None:
+def _make_hashes_exact(mechanism: Any, values: Inputs) -> None:
     """Round the inputs of the clustering, so that its products are exact in float32 in any order of additions.
 
     Otherwise a query on a plane to within rounding may fall on either side, and get another cluster's output.
     """
     planes = getattr(mechanism, "planes", None)
-    for x in () if planes is None else (planes, given.q):
+    for x in () if planes is None else (planes, values.q):
         x.copy_(x.bfloat16().float().mul(PARTS).round().div(PARTS))
 
 
-def _step(mechanism: Any, given: Inputs) -> Step:
-    leaves = (*given[:3], *mechanism.parameters())
-    return lambda: mechanism(given.q, given.k, given.v, given.mask), leaves, given.grad
+def _step(mechanism: Any, values: Inputs) -> Step:
+    leaves = (*values[:3], *mechanism.parameters())
+    return lambda: mechanism(values.q, values.k, values.v, values.mask), leaves, values.grad
 
 
 @torch.no_grad()
-def _first_sample(given: Inputs) -> Inputs:
-    trained = given.q.requires_grad
-    q, k, v, grad = (x.detach()[:1].requires_grad_(trained) for x in given[:4])
-    return Inputs(q, k, v, grad.detach(), None if given.mask is None else given.mask[:1])
+def _first_sample(values: Inputs) -> Inputs:
+    trained = values.q.requires_grad
+    q, k, v, grad = (x.detach()[:1].requires_grad_(trained) for x in values[:4])
+    return Inputs(q, k, v, grad.detach(), None if values.mask is None else values.mask[:1])
 
 
 def _run(step: Step, train: bool = True) -> list[Tensor]:
@@ -203,12 +203,12 @@ def _run(step: Step, train: bool = True) -> list[Tensor]:
     return [out.detach(), *grads]
 
 
-def _real(results: list[Tensor], given: Inputs) -> list[Tensor]:
+def _real(results: list[Tensor], values: Inputs) -> list[Tensor]:
     """Results for real tokens, [tokens, H, D], with padding; and gradients of parameters."""
-    if given.mask is None:
+    if values.mask is None:
         return results
     by_token, others = results[: len(NAMES)], results[len(NAMES) :]
-    return [*(x.transpose(1, 2)[given.mask] for x in by_token), *others]
+    return [*(x.transpose(1, 2)[values.mask] for x in by_token), *others]
 
 
 def _graphs(step: Step, eager: list[Tensor], train: bool) -> dict[str, str | None]:

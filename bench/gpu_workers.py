@@ -40,7 +40,7 @@ class Job(NamedTuple):
     """A unit of work for one process: a unique name, and the arguments of the work."""
 
     id: str
-    given: dict[str, Any]
+    arguments: dict[str, Any]
 
 
 def in_one_line(error: BaseException) -> str:
@@ -201,7 +201,7 @@ def _serve(pipe: Connection, work: Work, log: str) -> None:
         except EOFError:
             return
         try:
-            result = work(job.given, lambda row: pipe.send(("row", row)), rows)
+            result = work(job.arguments, lambda row: pipe.send(("row", row)), rows)
         except LostError as error:
             pipe.send(("lost", in_one_line(error)))
             os._exit(1)

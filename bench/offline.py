@@ -97,8 +97,8 @@ def digest(op: str) -> str:
         root / f"bench/launches/{op}.py",
     ]
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in paths]
-    kept = [node for tree in trees for node in tree.body if not isinstance(node, ast.Import | ast.ImportFrom)]
-    return hashlib.sha256(written(kept).encode()).hexdigest()
+    statements = [node for tree in trees for node in tree.body if not isinstance(node, ast.Import | ast.ImportFrom)]
+    return hashlib.sha256(written(statements).encode()).hexdigest()
 
 
 def figures(
@@ -294,13 +294,13 @@ def write(rows: list[dict[str, Any]], folder: Path, compiler: tuple[str, str]) -
     by_version = {(one["triton"], one["ptxas"]): one for one in old}
     before = by_version.get(compiler, {"kernels": [], "digests": {}})
     new = {(row["op"], row["capability"]) for row in rows}
-    kept = [row for row in before["kernels"] if row["op"] in ops() and (row["op"], row["capability"]) not in new]
+    others = [row for row in before["kernels"] if row["op"] in ops() and (row["op"], row["capability"]) not in new]
     digests = {f"{op}, {capability}": digest(op) for op, capability in new}
     by_version[compiler] = {
         "triton": compiler[0],
         "ptxas": compiler[1],
         "digests": dict(sorted({**before["digests"], **digests}.items())),
-        "kernels": sorted(kept + rows, key=lambda row: (row["op"], row["launch"])),
+        "kernels": sorted(others + rows, key=lambda row: (row["op"], row["launch"])),
     }
     newest_first = sorted(by_version.items(), key=lambda pair: [_numbers(part) for part in pair[0]], reverse=True)
     record = {

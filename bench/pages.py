@@ -42,12 +42,12 @@ def save_figure(figure: Figure, path: Path) -> None:
     path.write_text(paths_in_lines(buffer.getvalue()), encoding="utf-8")
 
 
-def draw(lines: Mapping[str, Sequence[tuple[int, float]]], told: str, path: Path) -> None:
+def draw(lines: Mapping[str, Sequence[tuple[int, float]]], speedup: str, path: Path) -> None:
     """Plot points over tokens, one line per contender; both axes are logarithmic.
 
     Args:
         lines: Name -> tokens and speed-up.
-        told: Description of the speed-up.
+        speedup: Description of the speed-up.
         path: The SVG file.
     """
     with matplotlib.rc_context():
@@ -68,7 +68,7 @@ def draw(lines: Mapping[str, Sequence[tuple[int, float]]], told: str, path: Path
             axes.plot(*zip(*points, strict=True), label=name, **style)
         axes.axhline(1, color="black", linewidth=0.6)
         axes.set_xlabel("tokens")
-        axes.set_ylabel(told)
+        axes.set_ylabel(speedup)
         axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.yaxis.set_major_formatter("{x:g}")
         axes.grid(alpha=0.3)

@@ -15,7 +15,7 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(int(one) for one in text.split(","))
 
 
-def kept(folder: Path, name: str) -> dict[str, Any] | None:
+def stored(folder: Path, name: str) -> dict[str, Any] | None:
     """The stored result of a part; None if it was not measured."""
     path = _path(folder, name)
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
@@ -37,7 +37,7 @@ def seed(folder: Path, made: dict[str, dict[str, Any]]) -> None:
             keep(folder, name, result)
 
 
-def all_kept(folder: Path) -> list[dict[str, Any]]:
+def all_stored(folder: Path) -> list[dict[str, Any]]:
     """All stored results, ordered by name."""
     return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
 

@@ -40,7 +40,7 @@ class Course(NamedTuple):
 
     labels: list[str] | None
     learnt: list[dict[str, Any]]
-    held: dict[str, list[dict[str, Any]]]
+    tests: dict[str, list[dict[str, Any]]]
 
 
 class Phase(NamedTuple):
@@ -154,10 +154,10 @@ def of_reviews(arguments: argparse.Namespace) -> Course:
         ]
         for split in ("train", "test")
     }
-    held = [row for row in reviews if held_out(row["id"], "reviews")]
+    tests = [row for row in reviews if held_out(row["id"], "reviews")]
     # The same film may be reviewed in both, but not with the same text.
     learnt = [row for row in reviews if not held_out(row["id"], "reviews")] + long["train"]
-    return Course(None, learnt, {"movie-reviews": held, "imdb": long["test"]})
+    return Course(None, learnt, {"movie-reviews": tests, "imdb": long["test"]})
 
 
 def of_genres(arguments: argparse.Namespace) -> Course:
@@ -202,7 +202,7 @@ def main() -> None:
     with atomic_folder(arguments.out, force=arguments.force) as folder:
         model.save_pretrained(folder / "model")
         tokenizer.save_pretrained(folder / "model")
-        for name, rows in course.held.items():
+        for name, rows in course.tests.items():
             write(folder / f"{name}.jsonl", rows)
 
 

@@ -107,8 +107,8 @@ def _as_published(layer: Layer, mechanism: str, task: Quality) -> bool:
     # Without a number of clusters there are 25 for inputs of up to 512 tokens; SQuAD is read in windows of 384.
     short = task.task == "squad" or _tokens(task).longest <= LONGEST
     clusters = settings.get("clusters") or (CLUSTERS if short else None)
-    given = (clusters, settings.get("topk", KEYS), settings.get("frozen", False))
-    return layer.mechanism == mechanism and given == (CLUSTERS, KEYS, False)
+    wanted = (clusters, settings.get("topk", KEYS), settings.get("frozen", False))
+    return layer.mechanism == mechanism and wanted == (CLUSTERS, KEYS, False)
 
 
 def page(records: dict[str, Record], names: dict[str, str]) -> str:
@@ -131,7 +131,7 @@ def page(records: dict[str, Record], names: dict[str, str]) -> str:
         f"is done here to MiniLM ({_model(records)}): a smaller model, so what is compared is how much of its own exact score each "
         "exchange leaves. Where there are fewer iterations, they are our defaults, [decided by what they cost](../defaults/report.md).",
         "\n".join(table),
-        f"Scores are accuracy (SST-2) and answer F1 (SQuAD), in points; {_told(records)}. What a mechanism leaves of the exact "
+        f"Scores are accuracy (SST-2) and answer F1 (SQuAD), in points; {_verdicts(records)}. What a mechanism leaves of the exact "
         f"score *keeps* it at {100 * KEEPS:.0f} % or more, *collapses* it below {100 * COLLAPSES:.0f} %, and *loses* part of it in "
         "between; these bounds were set before this run of SQuAD, of which a trial on 100 questions was known. A finding *holds* "
         "where our whole interval lies in the class of the published figures."
@@ -182,7 +182,7 @@ def _short(name: str, made: Record) -> str:
     )
 
 
-def _told(records: dict[str, Record]) -> str:
+def _verdicts(records: dict[str, Record]) -> str:
     """What the scores stand on."""
     entries = [next(entry for entry in made.quality if entry.task == name) for name, made in records.items()]
     return ", ".join(

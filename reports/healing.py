@@ -37,10 +37,10 @@ def table(made: Record, name: str) -> str:
             rows.append(f"| *{entry.task}, {entry.split}* | | | | |")
         after = scored.get(TRAINED)
         cells = [_score(metric, exact), "–" if after is None else _with_interval(metric, after)]
-        told = ""
+        text = ""
         if after is not None:
-            told = f"{against(metric, after.scores[metric], exact)}, {_direction(metric, after)}"
-        rows.append(f"| {BASE} | {' | '.join(cells)} | {told} | {_training(trained.get(TRAINED))} |")
+            text = f"{against(metric, after.scores[metric], exact)}, {_direction(metric, after)}"
+        rows.append(f"| {BASE} | {' | '.join(cells)} | {text} | {_training(trained.get(TRAINED))} |")
         for variant in made.variants:
             healed = scored.get(variant.name + HEALED)
             if healed is None:
@@ -87,8 +87,8 @@ def _direction(metric: str, variant: QualityVariant) -> str:
     return "worse" if low > 0 else "better" if high < 0 else "no clear change"
 
 
-def _training(told: Trained | None) -> str:
-    if told is None:
+def _training(trained: Trained | None) -> str:
+    if trained is None:
         return ""
-    parts = [f"{phase.mode} {wording.count(phase.steps)} steps" for phase in told.phases]
-    return f"{', '.join(parts)}; {wording.duration(sum(phase.seconds for phase in told.phases))}"
+    parts = [f"{phase.mode} {wording.count(phase.steps)} steps" for phase in trained.phases]
+    return f"{', '.join(parts)}; {wording.duration(sum(phase.seconds for phase in trained.phases))}"

@@ -43,11 +43,11 @@ def points(task: Quality, length: int, speed: list[Speed]) -> list[Point]:
 
 def best(timed: list[Point]) -> list[Point]:
     """The points that no other beats in score without taking more time, quickest first; those that were timed alone."""
-    kept: list[Point] = []
+    front: list[Point] = []
     for point in sorted((p for p in timed if p.milliseconds is not None), key=lambda p: (p.milliseconds, -p.score)):
-        if not kept or point.score > kept[-1].score:
-            kept.append(point)
-    return kept
+        if not front or point.score > front[-1].score:
+            front.append(point)
+    return front
 
 
 def newcombe(right: int, of: int, other_right: int, other_of: int) -> tuple[float, float]:
@@ -76,11 +76,11 @@ def verdict(found: list[Point], examples: int) -> str:
             "Longer context and another attention pay off together **nowhere**: whatever reads more tokens with another attention "
             "is beaten by something quicker."
         )
-    told, sure = [], []
+    claims, sure = [], []
     for point in together:
         counts = (round(point.score * examples), examples, round(first.score * examples), examples)
         low, high = (100 * end for end in newcombe(*counts))
-        told.append(
+        claims.append(
             f"`{point.name}` at {point.length:,} tokens ({100 * point.score:.1f} %, {point.milliseconds:.0f} ms; "
             f"{100 * (point.score - first.score):+.1f} ({low:+.1f} … {high:+.1f}) points against exact attention at {first.length:,})"
         )
@@ -92,7 +92,7 @@ def verdict(found: list[Point], examples: int) -> str:
         else "None of these gains is more than chance may give."
     )
     return (
-        f"Longer context and another attention pay off together with {', '.join(told)}: nothing as quick scores as high. "
+        f"Longer context and another attention pay off together with {', '.join(claims)}: nothing as quick scores as high. "
         f"{certainty} These intervals do not know that the texts are the same ones, and are too wide rather than too narrow."
     )
 

@@ -200,7 +200,9 @@ def patterns(out: Path) -> None:
         counts, degree = found["merged"], found["merged"]["in_degree"]
         shares = (counts["density"], counts["block_density"], counts["rewritten"]["block_density"])
         cells = [f"{degree['min']} … {degree['max']}", *(f"{100 * share:.1f} %" for share in shares)]
-        rows.append(f"| `{name}` | {pattern.told} | {' | '.join(cells)} | {100 * found['flow']['coverage']:.0f} % |")
+        rows.append(
+            f"| `{name}` | {pattern.description} | {' | '.join(cells)} | {100 * found['flow']['coverage']:.0f} % |"
+        )
     parts = [
         "# Sparse patterns",
         f"Each at its defaults over {COUNTED:,} tokens, its steps merged, as `approx pattern NAME --length {COUNTED} --no-draw` counts "
@@ -209,10 +211,10 @@ def patterns(out: Path) -> None:
         "its steps* is the share of pairs in which information has passed from one position to the other after all steps in their order.",
         "\n".join(rows),
     ]
-    for folder, (name, length, causal, given) in DRAWN.items():
-        draw(find_pattern(name, length, causal, given), out / folder, suffixes=[".svg"])
+    for folder, (name, length, causal, settings) in DRAWN.items():
+        draw(find_pattern(name, length, causal, settings), out / folder, suffixes=[".svg"])
         words = [f"approx pattern {name} --length {length}", *(["--causal"] if causal else [])]
-        words += [f"--set {key}={value}" for key, value in given.items()]
+        words += [f"--set {key}={value}" for key, value in settings.items()]
         parts += [f"## {name}", f"`{' '.join(words)}`", f"![steps of {name}]({folder}/steps.svg)"]
         parts.append(f"![information flow of {name}]({folder}/flow.svg)")
     (out / "README.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
@@ -253,11 +255,11 @@ def main() -> int:
         documents = refresh(Path(scratch))
         stale = [document for document, text in documents.items() if document.read_text(encoding="utf-8") != text]
         for path in sorted(path for path in Path(scratch).rglob("*") if path.is_file()):
-            kept = ROOT / "reports" / path.relative_to(scratch)
+            current = ROOT / "reports" / path.relative_to(scratch)
             # Another version of matplotlib draws the same figures with other bytes.
             drawn = path.suffix in (".html", ".svg")
-            if not kept.is_file() or (not drawn and kept.read_bytes() != path.read_bytes()):
-                stale.append(kept)
+            if not current.is_file() or (not drawn and current.read_bytes() != path.read_bytes()):
+                stale.append(current)
     for path in stale:
         sys.stderr.write(f"{path.relative_to(ROOT)} differs from what its record says; run python reports/refresh.py\n")
     return bool(stale)

@@ -43,7 +43,7 @@ def _row(made: Record, name: str) -> str:
         f"[{task.task}, {timed.length:,} tokens, {task.examples} examples of the proof](../reports/{name}/report.md)"
     ]
     for one in (scored[FOUND], fastest):
-        cells.append("none" if one is None else _told(one, timed, speeds.get(one.name), task))
+        cells.append("none" if one is None else _result(one, timed, speeds.get(one.name), task))
     return f"| {' | '.join(cells)} |"
 
 
@@ -51,7 +51,7 @@ def _approximates(one: QualityVariant) -> bool:
     return one.approximated is not None and one.approximated.examples > 0
 
 
-def _told(one: QualityVariant, row: Speed, timed: SpeedVariant | None, task: Quality) -> str:
+def _result(one: QualityVariant, row: Speed, timed: SpeedVariant | None, task: Quality) -> str:
     scale = wording.scale(task)
     between = "" if one.interval is None else f" ({wording.between([end * scale for end in one.interval])})"
     speed = "not timed"

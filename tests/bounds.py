@@ -45,15 +45,15 @@ class _Launch:
         names, addresses = pointers >> _NAME, pointers & _ADDRESS
         used = np.broadcast_to(np.asarray(mask).astype(bool), pointers.shape)
         for name in np.unique(names[used]):
-            own = addresses[used & (names == name)].astype(np.int64)
+            written = addresses[used & (names == name)].astype(np.int64)
             if not 0 < name <= len(self.tensors):
                 raise AssertionError(f"{self.kernel}: a {what} through no pointer to a tensor")
             x = self.tensors[int(name) - 1]
             begin = x.data_ptr()
             cells = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) + 1 if x.numel() else 0
             end = begin + cells * x.element_size()
-            if own.min() < begin or own.max() + size > end:
-                worst = (own.min() - begin) // size if own.min() < begin else (own.max() - begin) // size
+            if written.min() < begin or written.max() + size > end:
+                worst = (written.min() - begin) // size if written.min() < begin else (written.max() - begin) // size
                 raise AssertionError(
                     f"{self.kernel}: a {what} at {worst} of the {cells} cells of a tensor {list(x.shape)} {x.dtype}"
                 )

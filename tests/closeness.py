@@ -29,8 +29,8 @@ def error_and_budget(actual: Tensor, reference: Tensor, exact64: Tensor, factor:
     lucky reference asks for nothing impossible.
     """
     size = exact64.square().mean().sqrt().clamp(min=torch.finfo(torch.float64).tiny)
-    error, own = (((x.double() - exact64).square().mean().sqrt() / size).item() for x in (actual, reference))
-    return error, factor * max(own, torch.finfo(actual.dtype).eps)
+    error, rounding = (((x.double() - exact64).square().mean().sqrt() / size).item() for x in (actual, reference))
+    return error, factor * max(rounding, torch.finfo(actual.dtype).eps)
 
 
 def at_real_queries(out: Tensor, key_mask: Tensor | None) -> Tensor:

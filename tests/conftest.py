@@ -61,8 +61,8 @@ def pytest_collection_modifyitems(config, items):
         if mark := item.get_closest_marker("sample"):
             cases[item.nodeid.partition("[")[0], mark.args[0]].append(item)
     left_out = set()
-    for (_, number), own in cases.items():
-        left_out.update(sorted(own, key=lambda item: sha256(item.nodeid.encode()).digest())[number:])
+    for (_, number), same_family in cases.items():
+        left_out.update(sorted(same_family, key=lambda item: sha256(item.nodeid.encode()).digest())[number:])
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
 

@@ -89,7 +89,7 @@ def failing(below: Path, at: int, error: int, *, for_ever: bool = False) -> Iter
     """Let the operation number `at` below a folder fail, from 1; none for 0; all after it too if it is `for_ever`."""
     disk, real = Disk(below, at, error, for_ever), io.open
     names = ("fsync", "replace", "rename", "sendfile")
-    kept = {name: getattr(os, name) for name in names}
+    originals = {name: getattr(os, name) for name in names}
 
     def opened(file: Any, mode: str = "r", *more: Any, **options: Any) -> Any:
         made = real(file, mode, *more, **options)
@@ -99,7 +99,7 @@ def failing(below: Path, at: int, error: int, *, for_ever: bool = False) -> Iter
     def counted(name: str) -> Any:
         def call(first: Any, *more: Any, **options: Any) -> Any:
             disk.step(name, first)
-            return kept[name](first, *more, **options)
+            return originals[name](first, *more, **options)
 
         return call
 
@@ -110,7 +110,7 @@ def failing(below: Path, at: int, error: int, *, for_ever: bool = False) -> Iter
         yield disk
     finally:
         io.open = builtins.open = real  # type: ignore[assignment]  # as above
-        for name, function in kept.items():
+        for name, function in originals.items():
             setattr(os, name, function)
 
 
@@ -118,7 +118,7 @@ def failing(below: Path, at: int, error: int, *, for_ever: bool = False) -> Iter
 def read_only(below: Path) -> Iterator[None]:
     """Let nothing be made, opened for writing, renamed or removed below a folder."""
     real, names = io.open, ("open", "mkdir", "replace", "rename", "unlink", "rmdir")
-    kept = {name: getattr(os, name) for name in names}
+    originals = {name: getattr(os, name) for name in names}
 
     def refuse(path: Any) -> None:
         if isinstance(path, str | os.PathLike) and os.path.abspath(os.fspath(path)).startswith(str(below)):
@@ -133,7 +133,7 @@ def read_only(below: Path) -> Iterator[None]:
         def call(first: Any, *more: Any, **options: Any) -> Any:
             if name != "open" or (more and more[0] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)):
                 refuse(first)
-            return kept[name](first, *more, **options)
+            return originals[name](first, *more, **options)
 
         return call
 
@@ -144,5 +144,5 @@ def read_only(below: Path) -> Iterator[None]:
         yield
     finally:
         io.open = builtins.open = real  # type: ignore[assignment]  # as above
-        for name, function in kept.items():
+        for name, function in originals.items():
             setattr(os, name, function)

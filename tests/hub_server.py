@@ -172,10 +172,10 @@ class Handler(BaseHTTPRequestHandler):
     def _batch(self, asked: dict[str, Any]) -> tuple[int, dict[str, str], bytes]:
         objects = []
         for one in asked["objects"]:
-            kept = {"oid": one["oid"], "size": one["size"]}
+            described = {"oid": one["oid"], "size": one["size"]}
             if one["oid"] not in self.hub.objects:
-                kept["actions"] = {"upload": {"href": f"{self.hub.endpoint}/lfs/{one['oid']}"}}
-            objects.append(kept)
+                described["actions"] = {"upload": {"href": f"{self.hub.endpoint}/lfs/{one['oid']}"}}
+            objects.append(described)
         return self._json({"transfer": "basic", "objects": objects})
 
     def _at(self, repo_id: str, revision: str) -> tuple[Repo, str]:

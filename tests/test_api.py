@@ -31,21 +31,21 @@ def study(tmp_path_factory):
     return str(stock), str(folder / BASE), str(tiny_data(folder))
 
 
-def test_a_record_of_speed_says_what_was_asked_for(study):
-    told = []
+def test_a_record_of_speed_stores_the_options(study):
+    steps = []
     made = api.bench(
         study[1],
         BenchStage(lengths=[8], rounds=3, seconds=0.0),
         seed=5,
         device="cpu",
         command="typed",
-        progress=lambda *at: told.append(at),
+        progress=lambda *at: steps.append(at),
     )
     assert (made.title, made.seed, made.command) == (f"Speed of {BASE} (converted)", 5, "typed")
     assert [one.name for one in made.variants] == [f"{BASE} (converted)"]
     assert [(row.length, row.batch, row.inputs) for row in made.speed] == [(8, 1, "synthetic")]
     assert made.quality == []
-    assert told[-1] == ("bench", 1, 1)
+    assert steps[-1] == ("bench", 1, 1)
 
 
 def test_distinguishes_only_names_that_every_report_has():
@@ -56,7 +56,7 @@ def test_distinguishes_only_names_that_every_report_has():
     ]
 
 
-def test_draws_are_scored_of_what_draws_and_refused_for_a_stock_checkpoint(study):
+def test_scores_draws_of_random_mechanisms_and_refuses_them_for_a_stock_checkpoint(study):
     stock, converted, data = study
     asked = {"data": data, "limit": 4, "seeds": 2, "seed": 5, "device": "cpu", "command": "typed"}
     with pytest.raises(ApproxError, match=r"Several seeds need a converted checkpoint, but .*stock is not converted"):

@@ -30,7 +30,7 @@ def scripts(monkeypatch):
     monkeypatch.setattr(assemblers, "LANES", 12)
 
 
-def test_a_case_that_dies_or_hangs_is_a_result_and_the_time_is_kept_to(scripts, tmp_path):
+def test_records_a_case_that_dies_or_hangs_and_keeps_the_time_limit(scripts, tmp_path):
     results = assemblers.compare(tmp_path / "ptxas", tmp_path, 9.0)
     status = {(one["case"], one["form"]): one["status"] for one in results}
     assert {case: {status[case, form.name] for form in assemblers.FORMS} for case in SCRIPTS} == {
@@ -52,7 +52,7 @@ def test_every_mechanism_of_a_case_exists():
     assert "performer estimator=positive" in known
 
 
-def test_says_what_is_missing(tmp_path, capsys):
+def test_names_missing_parts(tmp_path, capsys):
     assert assemblers.main(["-o", str(tmp_path / "out"), "--ptxas", str(tmp_path / "none")]) == Exit.USAGE
     assert "nvidia-cuda-nvcc>=13.1" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

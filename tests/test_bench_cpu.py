@@ -25,11 +25,11 @@ def bench(tmp_path, monkeypatch):
     monkeypatch.setattr(
         cpu_floor, "calibrate", lambda dtype, threads: {"dtype": dtype, "threads": threads, "error": 0.0, **rates}
     )
-    monkeypatch.setattr("bench.cpu_cases.transformers_peers", lambda *given, **more: iter(()))
+    monkeypatch.setattr("bench.cpu_cases.transformers_peers", lambda *arguments, **more: iter(()))
 
     def run(*words):
-        given = ["-o", str(tmp_path), "--threads", "1", "--dtypes", "float32", *words]
-        monkeypatch.setattr(sys, "argv", ["bench/cpu.py", *given])
+        arguments = ["-o", str(tmp_path), "--threads", "1", "--dtypes", "float32", *words]
+        monkeypatch.setattr(sys, "argv", ["bench/cpu.py", *arguments])
         assert cpu.main() == 0
         return json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
 
@@ -37,7 +37,7 @@ def bench(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_every_mechanism_takes_part_and_what_was_not_measured_is_said(bench):
+def test_measures_every_mechanism_and_lists_missing_parts(bench):
     run, folder = bench
     made = run("--lengths", "48", "--only", "attention*/forward/*")
     assert {(part["suite"], part["length"]) for part in made["parts"]} == {("attention", 48), ("attention-causal", 48)}
@@ -57,10 +57,10 @@ def test_every_mechanism_takes_part_and_what_was_not_measured_is_said(bench):
 
 
 @pytest.mark.slow
-def test_what_is_kept_is_not_measured_again_and_the_minutes_end_it(bench, monkeypatch):
+def test_measures_stored_parts_once_and_stops_at_the_time_limit(bench, monkeypatch):
     run, folder = bench
     first = run("--lengths", "32,48", "--only", "attention/forward/*/32")
-    monkeypatch.setattr(cpu, "measure", lambda *given: pytest.fail("it was measured again"))
+    monkeypatch.setattr(cpu, "measure", lambda *arguments: pytest.fail("it was measured again"))
     again = run("--lengths", "32,48", "--only", "attention/forward/*/32")
     assert again["parts"] == first["parts"]
     assert run("--lengths", "48", "--only", "attention/forward/*", "--minutes", "0")["parts"] == first["parts"]
@@ -71,7 +71,7 @@ def test_what_is_kept_is_not_measured_again_and_the_minutes_end_it(bench, monkey
 
 
 @pytest.mark.slow
-def test_a_checkout_that_has_the_record_alone_loses_nothing(bench, monkeypatch):
+def test_a_checkout_with_only_the_record_keeps_its_parts(bench, monkeypatch):
     run, folder = bench
     monkeypatch.setattr("bench.cpu_cases.MECHANISMS", {name: MECHANISMS[name] for name in ("linear", "sdpa", "exact")})
     first = run("--lengths", "32", "--only", "attention/forward/*")
@@ -85,7 +85,7 @@ def test_a_checkout_that_has_the_record_alone_loses_nothing(bench, monkeypatch):
 
 
 @pytest.mark.parametrize("number", ["processor", "instructions", "family"])
-def test_the_record_of_another_processor_is_not_gone_on_with(bench, monkeypatch, capsys, number):
+def test_refuses_to_continue_the_record_of_another_processor(bench, monkeypatch, capsys, number):
     run, folder = bench
     monkeypatch.setattr(cpu_record, "generation", lambda: {"family": "one"})
     run("--only", "nothing")
@@ -95,11 +95,11 @@ def test_the_record_of_another_processor_is_not_gone_on_with(bench, monkeypatch,
     (folder / "record.json").write_text(json.dumps(made), encoding="utf-8")
     monkeypatch.setattr(sys, "argv", ["bench/cpu.py", "-o", str(folder)])
     assert cpu.main() == Exit.REFUSED
-    told = capsys.readouterr().err
-    assert re.search(r"holds what was measured on .*another.*, and this is ", told)
+    errors = capsys.readouterr().err
+    assert re.search(r"holds what was measured on .*another.*, and this is ", errors)
 
 
-def test_parts_without_a_commit_are_drawn_and_those_that_are_left_stand_in_order():
+def test_draws_parts_without_a_commit_and_lists_missing_ones_in_order():
     assert cpu_page._commit({}) == "unknown"
     assert cpu_page._commit({"git_commit": "0123456789+changes"}) == "0123456+"
     names = [f"decode/forward/float32/1/{length}" for length in ("4096x8", "512", "4096", "512x8")]
@@ -132,7 +132,7 @@ def test_models_run_end_to_end_beside_their_ceiling(bench, monkeypatch, suite):
         ("--threads", "two", "whole numbers from 1 on"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(monkeypatch, capsys, option, wrong, allowed):
+def test_refuses_unsupported_measurements(monkeypatch, capsys, option, wrong, allowed):
     monkeypatch.setattr(sys, "argv", ["bench/cpu.py", "-o", "x", option, wrong])
     with pytest.raises(SystemExit):
         cpu.main()
@@ -152,7 +152,7 @@ def test_what_cannot_be_measured_is_refused(monkeypatch, capsys, option, wrong, 
         ({"float32 products": None, "bfloat16 products": {"weights [out, in]": None}}, ""),
     ],
 )
-def test_the_page_says_what_older_parts_gained_beside_their_attention(gained, said):
+def test_the_page_names_the_other_gains_of_older_parts(gained, said):
     text = cpu_sections.products({"parts": [{}, {"products": {}}, {"products": gained}]})
     assert said in text
     assert bool(text) == bool(said)
@@ -220,7 +220,7 @@ def raced(ratios, **about):
         ({"suite": "decode"}, 1.0, True, False),
     ],
 )
-def test_what_lies_within_the_noise_is_not_bold_and_noisy_columns_are_marked(about, free, bold, marked):
+def test_gains_within_the_noise_are_not_bold_and_noisy_columns_are_marked(about, free, bold, marked):
     part = raced({"linear": 1.08, "no attention": free}, **about)
     assert ratio(part, "linear", "against_sdpa") == ("**1.08**" if bold else "1.08")
     assert bool(cpu_sections.dagger(part)) == marked
@@ -247,7 +247,7 @@ def test_a_floor_counts_what_must_be_computed_and_signs_at_their_own_rate():
     ]
 
 
-def test_what_exceeds_its_limit_is_marked():
+def test_marks_values_beyond_their_limit():
     rates = {"dtype": "float32", "threads": 2, "flops": 1e9, "bytes": 1e15}
     least = cpu_floor.floor_ms("linear", 512, False, rates, None)
     assert least is not None
@@ -258,7 +258,7 @@ def test_what_exceeds_its_limit_is_marked():
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_every_peer_computes_beside_a_counterpart(causal):
+def test_every_peer_has_a_counterpart(causal):
     pytest.importorskip("fast_transformers")
     runs = {one.name: one for one in cpu_cases.attention(64, torch.float32, causal=causal, train=False)}
     peers = [one for one in runs.values() if one.role == "peer"]
@@ -279,7 +279,7 @@ def test_signs_are_rated_where_c_can_be_compiled(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("suite", list(cpu_grouped.SIZES))
-def test_keys_that_heads_share_are_decoded_by_all_and_lie_beside_copies_of_them(bench, monkeypatch, suite):
+def test_decodes_shared_keys_next_to_repeated_ones(bench, monkeypatch, suite):
     run, folder = bench
     monkeypatch.setattr(cpu_grouped, "LENGTHS", (48,))
     made = run("--lengths", "48", "--only", f"{suite}/*")

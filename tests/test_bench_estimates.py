@@ -28,7 +28,7 @@ def test_all_weight_is_captured_where_all_tokens_are_together_and_less_where_not
     assert 0 < captured_by_reformer(q, k, rounds=1, cluster=8) < 0.9
 
 
-def test_what_is_measured_becomes_a_page(monkeypatch):
+def test_writes_a_page_of_its_measurements(monkeypatch):
     monkeypatch.setattr("bench.estimates.FEATURES", (8,))
     monkeypatch.setattr("bench.estimates.SEEDS", 1)
     monkeypatch.setattr("bench.estimates.ROUNDS", ((2, 16),))

@@ -81,17 +81,17 @@ def here(jobs, work, keep, **how):
     """Do the work of processes in this one."""
     for job in jobs:
         rows = []
-        result = work(job.given, lambda row, rows=rows: rows.append(row) if "status" in row else None, {})
+        result = work(job.arguments, lambda row, rows=rows: rows.append(row) if "status" in row else None, {})
         keep(job, ({"contenders": rows} if rows else {}) | result)
     return []
 
 
 def raced(part, tried, device=CPU):
     """The rows of a part, by name, in turns of this process."""
-    given = {"kind": "part", "device": str(device), "part": part._asdict(), "tried": tried}
-    kept = {}
-    here([Job("part", given)], gpu_jobs.work, lambda job, result: kept.update(result))
-    return {one["name"]: one for one in kept["contenders"]}
+    arguments = {"kind": "part", "device": str(device), "part": part._asdict(), "tried": tried}
+    stored = {}
+    here([Job("part", arguments)], gpu_jobs.work, lambda job, result: stored.update(result))
+    return {one["name"]: one for one in stored["contenders"]}
 
 
 def record(folder):
@@ -100,7 +100,7 @@ def record(folder):
 
 @interpreted
 @pytest.mark.slow
-def test_the_page_says_what_the_record_says_of_contenders_that_were_tried_and_timed(measured, capsys):
+def test_the_page_shows_tried_and_timed_contenders_of_the_record(measured, capsys):
     made = record(measured)
     assert {
         (one["suite"], one["name"]): one["status"] for one in made["verified"] if one["name"] in ("flash", "linear")
@@ -132,7 +132,7 @@ def test_the_page_says_what_the_record_says_of_contenders_that_were_tried_and_ti
     assert asked["own flash against cuDNN, forward"] == "0.95: not measured"
 
 
-def test_a_checkout_that_has_the_record_alone_loses_nothing(tmp_path):
+def test_a_checkout_with_only_the_record_keeps_its_parts(tmp_path):
     about = {"suite": "attention", "dtype": "bfloat16"}
     raced = {"kind": "part", **PARTS[0]._asdict(), "contenders": []}
     made = {
@@ -159,9 +159,9 @@ def test_a_wrong_or_untried_contender_is_a_row_and_is_not_timed(tiny, monkeypatc
     monkeypatch.setattr(gpu_jobs, "HEADS", 1)
     monkeypatch.setattr(gpu_jobs, "measure", partial(gpu_race.measure, rounds=1))
     tried = {}
-    jobs = [job for job in gpu_plan.tries(PARTS[0], CPU) if job.given["name"] != "linear"]
-    jobs = [job._replace(given=job.given | {"device": "cpu"}) for job in jobs]
-    here(jobs, gpu_jobs.work, lambda job, result: tried.update({job.given["name"]: result["status"]}))
+    jobs = [job for job in gpu_plan.tries(PARTS[0], CPU) if job.arguments["name"] != "linear"]
+    jobs = [job._replace(arguments=job.arguments | {"device": "cpu"}) for job in jobs]
+    here(jobs, gpu_jobs.work, lambda job, result: tried.update({job.arguments["name"]: result["status"]}))
     assert tried["sdpa"] == "ok"
     assert tried["flash"].startswith(f"failed: out at {LENGTH} tokens has error")
     rows = raced(PARTS[0], tried)
@@ -201,16 +201,16 @@ def test_linear_attention_is_verified_in_every_form_and_so_are_the_gradients_of_
 
 def test_hashes_that_are_verified_are_the_same_in_every_precision():
     case = next(case for case in gpu_cases.of_suite("attention", 1) if case.mechanism == "clustered")
-    given = gpu_cases.inputs("attention", batch=1, length=500, dtype=torch.float32, device=CPU)[0]
-    mechanism = gpu_cases.built(case, False, torch.float32, CPU, given)
+    values = gpu_cases.inputs("attention", batch=1, length=500, dtype=torch.float32, device=CPU)[0]
+    mechanism = gpu_cases.built(case, False, torch.float32, CPU, values)
 
     def heights(dtype):
-        return given.q.to(dtype) @ mechanism.planes[:, :-1].to(dtype).T + mechanism.planes[:, -1].to(dtype)
+        return values.q.to(dtype) @ mechanism.planes[:, :-1].to(dtype).T + mechanism.planes[:, -1].to(dtype)
 
     assert not torch.equal(heights(torch.float32).double(), heights(torch.float64))
-    gpu_verify._make_hashes_exact(mechanism, given)
+    gpu_verify._make_hashes_exact(mechanism, values)
     assert torch.equal(heights(torch.float32).double(), heights(torch.float64))
-    assert torch.equal(given.q, given.q.bfloat16().float())
+    assert torch.equal(values.q, values.q.bfloat16().float())
     assert torch.equal(mechanism.planes, mechanism.planes.bfloat16().float())
 
 
@@ -232,13 +232,13 @@ def test_half_of_a_padded_step_is_padding(batch):
 
 
 def test_a_contender_that_fails_is_a_row_and_the_others_go_on(tiny, monkeypatch):
-    def failing(given):
+    def failing(values):
         raise RuntimeError("no kernel\nfor this")
 
     everybody = list(gpu_cases.contenders("attention", "forward", LENGTH, torch.float32, CPU))[:1]
     everybody.append(Attention("broken", "peer", "sdpa", failing))
     everybody.append(everybody[0]._replace(name="again", role="exact"))
-    monkeypatch.setattr(gpu_cases, "contenders", lambda *given: iter(everybody))
+    monkeypatch.setattr(gpu_cases, "contenders", lambda *arguments: iter(everybody))
     said = []
     result = gpu_race.measure(PARTS[0], CPU, said.append, rounds=2)
     rows = {one["name"]: one for one in said if "status" in one}
@@ -255,7 +255,7 @@ def test_a_contender_that_fails_is_a_row_and_the_others_go_on(tiny, monkeypatch)
 def test_after_a_lost_process_only_exact_attention_and_what_is_missing_is_measured(tiny, monkeypatch):
     everybody = list(gpu_cases.contenders("attention", "forward", LENGTH, torch.float32, CPU))[:1]
     everybody += [everybody[0]._replace(name=name, role="peer") for name in ("done", "lost", "new")]
-    monkeypatch.setattr(gpu_cases, "contenders", lambda *given: iter(everybody))
+    monkeypatch.setattr(gpu_cases, "contenders", lambda *arguments: iter(everybody))
     before = {
         name: {"name": name, "role": "peer", "status": status} for name, status in (("done", "ok"), ("lost", "died"))
     }
@@ -264,7 +264,7 @@ def test_after_a_lost_process_only_exact_attention_and_what_is_missing_is_measur
     assert [one["name"] for one in said if "status" in one] == ["sdpa", "new"]
 
 
-def test_without_a_gpu_it_says_what_to_do(tmp_path, monkeypatch, capsys):
+def test_without_a_gpu_names_the_remedy(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert gpu.main(["-o", str(tmp_path / "out")]) == Exit.MISSING
     assert "finds none. Run it where there is one" in capsys.readouterr().err
@@ -277,11 +277,11 @@ def test_the_plan_names_every_part_once_and_tries_whoever_is_timed_in_it():
     plan = [part for stage in gpu_plan.stages() for part in stage.parts]
     assert len({part.id for part in plan}) == len(plan)
     for part in (plan[0], next(part for part in plan if part.suite == "gpt2")):
-        tried = [job.given["name"] for job in gpu_plan.tries(part, torch.device("cuda"))]
+        tried = [job.arguments["name"] for job in gpu_plan.tries(part, torch.device("cuda"))]
         assert len(set(tried)) == len(tried)
         assert tried[:2] == ["sdpa", "sdpa efficient"] or tried[:2] == ["sdpa", "sdpa math"]
         assert "linear" in tried
-    assert "FlexAttention" in [job.given["name"] for job in gpu_plan.tries(plan[0], torch.device("cuda"))]
+    assert "FlexAttention" in [job.arguments["name"] for job in gpu_plan.tries(plan[0], torch.device("cuda"))]
     known = {case.name for suite in ("attention", "gpt2") for case in gpu_cases.of_suite(suite, 1)}
     assert {*gpu_targets.ENCODER, *gpu_targets.PREFILL, *gpu_targets.FLOORS} <= known
     assert set(gpu_cases.FIRST) <= known
@@ -296,7 +296,7 @@ def test_the_plan_is_printed_with_the_second_at_which_each_stage_ends(capsys):
     assert ends[-2] <= 550
 
 
-def test_what_a_stage_leaves_is_the_next_ones():
+def test_the_next_stage_gets_the_time_left_by_a_stage():
     chosen = (Stage("a", 0.5), Stage("b", 0.3), Stage("rest", 0.0))
     assert [(stage.name, end) for stage, end in gpu.allotted(chosen, 100.0, 180.0)] == [
         ("a", pytest.approx(150)),
@@ -318,7 +318,7 @@ def test_tiles_of_a_window_are_counted_as_the_kernel_cuts_them(length):
     assert gpu_targets.computed_pairs(gpu_targets.WINDOWS[0], length) == sum(tiles) * cut["BM"] * cut["BN"]
 
 
-def test_what_the_tests_say_is_counted_even_if_they_are_cut_off():
+def test_counts_results_of_interrupted_tests():
     text = """
 [gw1] [ 12%] PASSED tests/kernels/test_flash.py::test_windows[before itself]
 [gw0] [ 25%] FAILED tests/kernels/test_flash.py::test_spans[0]
@@ -334,16 +334,16 @@ tests/kernels/test_flash.py:51: AssertionError
 def test_the_tests_that_need_a_gpu_lie_where_the_script_looks():
     folder = gpu_machine.ROOT / "tests"
     needing = [path for path in folder.rglob("test_*.py") if "mark.gpu" in path.read_text("utf-8")]
-    own = {path.parent.relative_to(gpu_machine.ROOT).as_posix() for path in needing if path.parent != folder}
-    assert own == {word for word in gpu_machine.TESTS if word.startswith("tests/")}
+    folders = {path.parent.relative_to(gpu_machine.ROOT).as_posix() for path in needing if path.parent != folder}
+    assert folders == {word for word in gpu_machine.TESTS if word.startswith("tests/")}
 
 
-def test_the_machine_is_asked_without_nvidia_smi_too(monkeypatch):
+def test_describes_the_machine_without_nvidia_smi_too(monkeypatch):
     monkeypatch.setattr(gpu_machine.shutil, "which", lambda name: None)
     assert gpu_machine.watched() == {}
     said = SimpleNamespace(stdout="41, 1980\n")
     monkeypatch.setattr(gpu_machine.shutil, "which", lambda name: name)
-    monkeypatch.setattr(gpu_machine.subprocess, "run", lambda *given, **how: said)
+    monkeypatch.setattr(gpu_machine.subprocess, "run", lambda *arguments, **how: said)
     assert gpu_machine.asked("temperature.gpu", "clocks.sm") == {"temperature.gpu": "41", "clocks.sm": "1980"}
 
 

@@ -8,7 +8,7 @@ from bench import gpu_cases, gpu_verify
 pytest.importorskip("triton")
 
 
-def test_what_holds_all_pairs_is_for_short_inputs_alone():
+def test_mechanisms_with_all_pairs_run_on_short_inputs_only():
     short, long = ({case.name for case in gpu_cases.of_suite("attention", length)} for length in (512, 8192))
     assert short - long == {"full"}
 

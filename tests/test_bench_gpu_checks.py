@@ -39,11 +39,11 @@ def verified(**changed):
     ]
 
 
-def test_an_op_passes_where_all_that_runs_it_is_right():
+def test_an_op_passes_if_all_its_cases_are_right():
     assert gpu_checks.checks(verified(), WANTED) == {"linear_attention": Check(["bfloat16"], {})}
 
 
-def test_nothing_is_said_of_an_op_that_was_verified_in_part_from_other_sources_or_without_its_kernels():
+def test_an_incomplete_or_outdated_verification_gives_no_check():
     assert gpu_checks.checks(verified()[:2], WANTED) == {}
     assert gpu_checks.checks(verified(kernels=[]), WANTED) == {}
     assert gpu_checks.checks(verified(sources={"linear_attention": "others"}), WANTED) == {}
@@ -59,7 +59,7 @@ def test_one_case_that_is_wrong_or_lost_fails_its_op():
     assert "did not end" in gpu_checks.checks(lost, WANTED)["linear_attention"].wrong["bfloat16"]
 
 
-def test_what_was_verified_from_other_sources_is_verified_again():
+def test_verifies_changed_sources_again():
     (one, *_) = verified()
     assert not gpu._unfinished(one)
     assert gpu._unfinished(one | {"sources": {"linear_attention": "others"}})
@@ -88,7 +88,7 @@ def test_every_op_of_performer_runs_its_kernels_in_a_case_of_its_own(monkeypatch
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted only where there is no GPU")
 @pytest.mark.slow
 @pytest.mark.parametrize("right", [True, False])
-def test_a_run_keeps_what_it_found_and_the_doctor_and_the_page_say_so(tmp_path, monkeypatch, right):
+def test_a_run_stores_its_checks_for_doctor_and_page(tmp_path, monkeypatch, right):
     wanted = [{"suite": suite, "dtype": "float32", "name": "linear"} for suite in ("attention", "decode")]
     monkeypatch.setattr(gpu_cases, "HEADS", 1)
     monkeypatch.setattr(gpu, "stages", lambda: (gpu_plan.Stage("checks", 1.0),))
@@ -102,7 +102,7 @@ def test_a_run_keeps_what_it_found_and_the_doctor_and_the_page_say_so(tmp_path, 
 
     def here(jobs, work, keep, **how):
         for job in jobs:
-            keep(job, work(job.given, lambda row: None, {}))
+            keep(job, work(job.arguments, lambda row: None, {}))
         return []
 
     monkeypatch.setattr(gpu, "carry_out", here)
@@ -133,13 +133,13 @@ def test_a_run_keeps_what_it_found_and_the_doctor_and_the_page_say_so(tmp_path, 
 @pytest.mark.parametrize("apart", [False, True])
 def test_the_largest_keys_are_the_same_in_16_bits_where_inputs_are_set_apart(apart):
     how = {"batch": 1, "length": 512, "heads": 2, "dtype": torch.bfloat16, "device": torch.device("cpu")}
-    given = gpu_cases.inputs("attention", **how)[0]
+    values = gpu_cases.inputs("attention", **how)[0]
     if apart:
-        gpu_verify._set_apart(given)
+        gpu_verify._set_apart(values)
     same = []
     # The mean queries of clusters, of two queries or of all.
     for count in (2, 8, 64, 512):
-        scores = given.q.float().unflatten(2, (-1, count)).mean(3) @ given.k.float().mT
+        scores = values.q.float().unflatten(2, (-1, count)).mean(3) @ values.k.float().mT
         exact, rounded = (x.topk(gpu_verify.KEPT).indices.sort().values for x in (scores, scores.bfloat16().float()))
         same.append(torch.equal(exact, rounded))
         if apart:
@@ -150,7 +150,7 @@ def test_the_largest_keys_are_the_same_in_16_bits_where_inputs_are_set_apart(apa
     assert all(same) is apart
 
 
-def test_what_is_shipped_is_what_the_kept_record_verified():
+def test_ships_what_the_stored_record_verified():
     record = json.loads((gpu.KEPT / "record.json").read_text(encoding="utf-8"))
     assert json.loads(checked.VERIFIED.read_text(encoding="utf-8")) == gpu_checks.shipped(record)
 

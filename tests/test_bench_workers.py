@@ -17,15 +17,15 @@ from bench.gpu_workers import UNFINISHED, Job, carry_out
 
 def run(tmp_path, jobs, *, seconds=300.0, silence=60.0, lanes=2):
     """The last result of each job, all that were kept, and the jobs that were left."""
-    kept: dict[str, dict[str, Any]] = {}
+    stored: dict[str, dict[str, Any]] = {}
     every: list[dict[str, Any]] = []
 
     def keep(job, result):
-        kept[job.id] = result
+        stored[job.id] = result
         every.append(result)
 
     how = {"lanes": lanes, "deadline": time.monotonic() + seconds, "silence": silence, "log": tmp_path / "log"}
-    return kept, every, carry_out(jobs, tiny_work.rows, keep, **how)
+    return stored, every, carry_out(jobs, tiny_work.rows, keep, **how)
 
 
 @pytest.mark.slow
@@ -33,39 +33,39 @@ def run(tmp_path, jobs, *, seconds=300.0, silence=60.0, lanes=2):
 def test_contenders_that_die_at_random_cost_only_their_own_rows(tmp_path, seed):
     draw = random.Random(seed)
     names = [f"{'dies' if draw.random() < 0.4 else 'lives'} {place}" for place in range(12)]
-    kept, every, left = run(tmp_path, [Job("race", {"names": names}), Job("other", {"names": ["lives"]})])
+    stored, every, left = run(tmp_path, [Job("race", {"names": names}), Job("other", {"names": ["lives"]})])
     assert left == []
-    status = {row["name"]: row["status"] for row in kept["race"]["contenders"]}
+    status = {row["name"]: row["status"] for row in stored["race"]["contenders"]}
     lost = "its process ended with exit code -9"
     assert status == {name: "ok" if name.startswith("lives") else lost for name in names}
-    assert UNFINISHED not in kept["race"]
+    assert UNFINISHED not in stored["race"]
     # Each row was kept as soon as it was there.
     sizes = [len(one["contenders"]) for one in every if len(one.get("contenders", ())) > 1]
     assert sizes == sorted(sizes)
-    assert [row["status"] for row in kept["other"]["contenders"]] == ["ok"]
+    assert [row["status"] for row in stored["other"]["contenders"]] == ["ok"]
 
 
 @pytest.mark.slow
 def test_a_contender_that_hangs_is_a_row_and_a_job_that_fails_keeps_its_rows(tmp_path):
     jobs = [Job("one", {"names": ["a", "hangs", "b"]}), Job("two", {"names": ["c", "fails", "d"]})]
-    kept, _, left = run(tmp_path, jobs, silence=4.0, lanes=1)
+    stored, _, left = run(tmp_path, jobs, silence=4.0, lanes=1)
     assert left == []
-    assert {row["name"]: row["status"] for row in kept["one"]["contenders"]} == {
+    assert {row["name"]: row["status"] for row in stored["one"]["contenders"]} == {
         "a": "ok",
         "hangs": "it did not end within 4 s",
         "b": "ok",
     }
-    assert kept["two"]["error"] == "ValueError: it fails"
-    assert [row["name"] for row in kept["two"]["contenders"]] == ["c"]
+    assert stored["two"]["error"] == "ValueError: it fails"
+    assert [row["name"] for row in stored["two"]["contenders"]] == ["c"]
 
 
 @pytest.mark.slow
-def test_rows_until_the_deadline_are_kept_and_it_is_kept_to(tmp_path):
+def test_stores_rows_until_the_deadline_and_then_stops(tmp_path):
     jobs = [Job("one", {"names": ["a", "hangs"]}), Job("two", {"names": ["b"]})]
-    kept, _, left = run(tmp_path, jobs, seconds=8.0, lanes=1)
+    stored, _, left = run(tmp_path, jobs, seconds=8.0, lanes=1)
     assert [job.id for job in left] == ["one", "two"]
-    assert kept["one"][UNFINISHED]
-    assert [row["name"] for row in kept["one"]["contenders"]] == ["a"]
+    assert stored["one"][UNFINISHED]
+    assert [row["name"] for row in stored["one"]["contenders"]] == ["a"]
 
 
 def test_processes_share_the_imports_of_a_checkout_that_is_not_installed(tmp_path):

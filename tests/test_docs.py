@@ -72,11 +72,11 @@ def mistake(words: list[str]) -> str | None:
         code, output = run(*ours, "--help")
         if code != 0:
             return output
-        given = dict(pairwise(ours))
+        choices = dict(pairwise(ours))
         wrong = [
-            f"{option} {given[option]} does not exist"
+            f"{option} {choices[option]} does not exist"
             for option, exists in (("-m", MECHANISMS.__contains__), ("--task", known))
-            if option in given and not exists(given[option])
+            if option in choices and not exists(choices[option])
         ]
         return wrong[0] if wrong else None
     if words[0] == "python":
@@ -133,7 +133,7 @@ def test_the_ci_runs_the_tests_as_the_readme_says():
 
 
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_relative_links_lead_somewhere(page):
+def test_relative_links_exist(page):
     assert dead_links(page, page.read_text("utf-8")) == []
 
 
@@ -166,7 +166,7 @@ def test_commands_and_options_exist():
         "rm -r runs",
     ],
 )
-def test_a_command_that_cannot_work_is_found(line):
+def test_finds_an_impossible_command(line):
     assert mistake(shlex.split(line))
 
 
@@ -211,15 +211,17 @@ def test_commands_run_offline_on_the_embedded_model(page, tmp_path, monkeypatch)
 
 def test_the_map_of_the_house_is_the_one_that_is_enforced():
     rows = re.findall(r"^\| `([^`]+)` \| .+ \| (.+) \|$", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), re.MULTILINE)
-    told = {room.rstrip("/"): set(allowed.split(", ")) for room, allowed in rows if "/" in room}
+    allowed_rooms = {room.rstrip("/"): set(allowed.split(", ")) for room, allowed in rows if "/" in room}
     rooms = {
         name.replace(".", "/")
         for name in MAY_IMPORT
         if name.count(".") == 1 and (ROOT / name.replace(".", "/")).is_dir()
     }
     kernels = {path.relative_to(ROOT).as_posix() for path in (ROOT / "kernels" / "approx_kernels").glob("*/")}
-    assert rooms | {name for name in kernels if "__" not in name} == {name for name in told if not name.endswith(".py")}
-    for room, allowed in told.items():
+    assert rooms | {name for name in kernels if "__" not in name} == {
+        name for name in allowed_rooms if not name.endswith(".py")
+    }
+    for room, allowed in allowed_rooms.items():
         if room.startswith("kernels"):
             assert allowed == {"kernels"}
         elif room != "approx/cli":

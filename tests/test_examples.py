@@ -43,8 +43,8 @@ def documents(tmp_path, monkeypatch):
     write("test_part.jsonl.gz", 2, 701)
     write("test_short.jsonl.gz", 2, 700)
     monkeypatch.setitem(long_documents_model.PHASES, "reviews", PHASES)
-    given = ["--start", str(start), "--reviews", str(tmp_path / "reviews.jsonl.gz"), "--imdb", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["long_documents_model.py", "reviews", "-o", str(tmp_path / "out"), *given])
+    arguments = ["--start", str(start), "--reviews", str(tmp_path / "reviews.jsonl.gz"), "--imdb", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["long_documents_model.py", "reviews", "-o", str(tmp_path / "out"), *arguments])
     long_documents_model.main()
     return start, tmp_path / "out"
 
@@ -55,14 +55,14 @@ def test_long_documents_are_learnt_by_the_upper_layers_on_longer_positions(docum
     assert positions.limit(new.config) == 2048
     table = old.bert.embeddings.position_embeddings.weight
     assert torch.equal(new.bert.embeddings.position_embeddings.weight, table.repeat(64, 1))
-    kept = [
+    unchanged = [
         torch.equal(*pair)
         for pair in zip(old.parameters(), new.parameters(), strict=True)
         if pair[0].shape == pair[1].shape
     ]
     lower = len(list(old.bert.embeddings.parameters())) - 1 + len(list(old.bert.encoder.layer[0].parameters()))
-    assert all(kept[:lower])
-    assert not any(kept[lower:])
+    assert all(unchanged[:lower])
+    assert not any(unchanged[lower:])
 
 
 def test_long_documents_to_measure_are_those_not_trained_on(documents):
@@ -83,11 +83,13 @@ def test_genres_are_learnt_from_one_half_of_the_documents_and_measured_on_the_ot
             for row in range(24)
         )
     monkeypatch.setitem(long_documents_model.PHASES, "genres", PHASES)
-    given = ["--start", str(start), "--brown", str(tmp_path / "brown.jsonl.gz")]
-    monkeypatch.setattr(sys, "argv", ["long_documents_model.py", "genres", "-o", str(tmp_path / "out"), *given])
+    arguments = ["--start", str(start), "--brown", str(tmp_path / "brown.jsonl.gz")]
+    monkeypatch.setattr(sys, "argv", ["long_documents_model.py", "genres", "-o", str(tmp_path / "out"), *arguments])
     learnt = []
     train = long_documents_model.train
-    monkeypatch.setattr(long_documents_model, "train", lambda *given: (learnt.extend(given[2]), train(*given)))
+    monkeypatch.setattr(
+        long_documents_model, "train", lambda *arguments: (learnt.extend(arguments[2]), train(*arguments))
+    )
     long_documents_model.main()
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / "model")
     assert model.config.id2label == {0: "press", 1: "general", 2: "learned", 3: "fiction"}
@@ -96,11 +98,11 @@ def test_genres_are_learnt_from_one_half_of_the_documents_and_measured_on_the_ot
     )
     # A text names its row: "film 7 film 7 …".
     assert all(example.label == (0, 3, 1)[int(example.inputs["text"].split()[1]) % 3] for example in split.examples)
-    held = {f"c{example.inputs['text'].split()[1]}" for example in split.examples}
+    tested = {f"c{example.inputs['text'].split()[1]}" for example in split.examples}
     # The other documents are read from words 0 and 250 on (of 600, at least 250 at the end).
     words = Counter(row["id"] for row in learnt)
-    assert set(words) | held == {f"c{row}" for row in range(24)}
-    assert not set(words) & held
+    assert set(words) | tested == {f"c{row}" for row in range(24)}
+    assert not set(words) & tested
     assert set(words.values()) == {2}
     assert {len(row["text"].split()) for row in learnt} == {600, 350}
 
@@ -119,8 +121,8 @@ def test_the_speech_model_transcribes_voices_and_speakers_it_was_not_trained_on(
     monkeypatch.setattr(
         speech_model, "_say", lambda one, file: soundfile.write(file, sound(0.5, tone=len(one.text)), 16_000)
     )
-    given = ["--reviews", str(tmp_path / "train.jsonl.gz"), "--librispeech", str(tmp_path / "librispeech")]
-    monkeypatch.setattr(sys, "argv", ["speech_model.py", "-o", str(tmp_path / "out"), *given])
+    arguments = ["--reviews", str(tmp_path / "train.jsonl.gz"), "--librispeech", str(tmp_path / "librispeech")]
+    monkeypatch.setattr(sys, "argv", ["speech_model.py", "-o", str(tmp_path / "out"), *arguments])
     speech_model.main()
     loaded = {
         name: open_task("librispeech/train-clean-100").load(tmp_path / "out" / name).examples
@@ -161,8 +163,8 @@ def test_a_roberta_with_the_weights_of_a_bert_gives_its_outputs(head):
 
 def test_a_roberta_gets_a_new_task_head(tmp_path, monkeypatch):
     start = tiny_checkpoint(tmp_path / "start", positions=32)
-    given = ["roberta_model.py", str(start), "-o", str(tmp_path / "out"), "--task-head", "classification"]
-    monkeypatch.setattr(sys, "argv", given)
+    arguments = ["roberta_model.py", str(start), "-o", str(tmp_path / "out"), "--task-head", "classification"]
+    monkeypatch.setattr(sys, "argv", arguments)
     roberta_model.main()
     old = AutoModelForSequenceClassification.from_pretrained(start)
     new = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
@@ -179,8 +181,8 @@ def test_a_bert_learns_to_predict_hidden_tokens_and_gets_longer_positions(tmp_pa
     text.write_text("the film is not very good , the film is dull . " * 40)
     for name, value in {"STEPS": 30, "BATCH": 4, "LENGTH": 16, "LEARNING": 1e-2}.items():
         monkeypatch.setattr(bert_model, name, value)
-    given = [str(start), "-o", str(tmp_path / "out"), "--text", str(text), "--positions", "64"]
-    monkeypatch.setattr(sys, "argv", ["bert_model.py", *given])
+    arguments = [str(start), "-o", str(tmp_path / "out"), "--text", str(text), "--positions", "64"]
+    monkeypatch.setattr(sys, "argv", ["bert_model.py", *arguments])
     bert_model.main()
     opened = checkpoint.load(tmp_path / "out")
     assert positions.limit(opened.model.config) == 64
@@ -227,8 +229,8 @@ def test_the_language_model_is_trained_on_spaced_texts(tmp_path, monkeypatch):
     for name, value in sizes.items():
         monkeypatch.setattr(gpt2_model, name, value)
     start = tiny_checkpoint(tmp_path / "start", positions=32)
-    given = ["--encoder", str(start), "--tokenizer", str(tmp_path / "tokenizer"), "--data", str(data)]
-    monkeypatch.setattr(sys, "argv", ["gpt2_model.py", "-o", str(tmp_path / "out"), *given])
+    arguments = ["--encoder", str(start), "--tokenizer", str(tmp_path / "tokenizer"), "--data", str(data)]
+    monkeypatch.setattr(sys, "argv", ["gpt2_model.py", "-o", str(tmp_path / "out"), *arguments])
     gpt2_model.main()
     lines = (tmp_path / "out" / "text.txt").read_text().splitlines()
     assert len(lines) == 3 * 40 + 1

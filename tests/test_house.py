@@ -215,7 +215,7 @@ def test_an_allowed_import_is_left_alone(module, source):
     assert broken_import_rules(source, module) == []
 
 
-def test_no_module_has_a_name_that_says_nothing():
+def test_no_module_has_a_meaningless_name():
     assert [
         file for file in python_files() if FORBIDDEN_NAMES & set(file.relative_to(ROOT).with_suffix("").parts)
     ] == []
@@ -244,12 +244,12 @@ def test_a_name_that_breaks_those_rules_is_found(rule, source):
 
 
 @pytest.mark.parametrize("name", MECHANISMS)
-def test_a_mechanism_says_what_it_is(name):
+def test_a_mechanism_declares_its_facts(name):
     mechanism = MECHANISMS[name]
     assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name)
-    own = {attribute for owner in mechanism.__mro__[:-2] for attribute in vars(owner)}
+    attributes = {attribute for owner in mechanism.__mro__[:-2] for attribute in vars(owner)}
     for attribute in ("source", "exact_when", "supports_causal", "supports_decode", "trainable"):
-        assert attribute in own, f"{mechanism.__name__}.{attribute} is not set"
+        assert attribute in attributes, f"{mechanism.__name__}.{attribute} is not set"
     assert len(mechanism.source) > 10
     assert mechanism.exact_when.strip()
     assert mechanism.__doc__, f"{mechanism.__name__} has no docstring"

@@ -171,9 +171,9 @@ def test_the_sdist_holds_what_the_wheel_is_made_from(built):
         assert HOMES[home] + path.removeprefix(home) in names
 
 
-@pytest.mark.parametrize("beside", ["nothing", pytest.param("kernels of Hugging Face", marks=pytest.mark.slow)])
-def test_the_wheel_runs_from_an_empty_folder(installed, hugging_face_kernels, tmp_path, beside):
-    path = (installed, hugging_face_kernels) if beside != "nothing" else (installed,)
+@pytest.mark.parametrize("installed_too", ["nothing", pytest.param("kernels of Hugging Face", marks=pytest.mark.slow)])
+def test_the_wheel_runs_from_an_empty_folder(installed, hugging_face_kernels, tmp_path, installed_too):
+    path = (installed, hugging_face_kernels) if installed_too != "nothing" else (installed,)
     files = run("-c", IMPORT_ALL, cwd=tmp_path, path=path).split()
     assert [Path(file).parent for file in files] == [installed / "approx", installed / "approx_kernels"]
     assert "quickstart" in run(

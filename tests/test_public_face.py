@@ -75,7 +75,7 @@ def test_a_folder_that_save_pretrained_wrote_is_opened_checked_and_reverted(save
     assert type(model).__name__ == "BertForSequenceClassification"
 
 
-def test_the_face_offers_what_it_promises():
+def test_the_package_offers_its_documented_names():
     for name in approx.__all__:
         assert getattr(approx, name) is not None
     assert set(approx.__all__) == set(dir(approx))

@@ -28,7 +28,7 @@ def read(tmp_path):
     return read_text
 
 
-def test_a_recipe_is_what_its_file_says(read):
+def test_reads_a_recipe_from_its_file(read):
     made = read(GOOD)
     assert made.mistakes == ()
     assert made.text == GOOD
@@ -83,7 +83,7 @@ def test_all_mistakes_are_found_at_once_and_nothing_is_clamped(read):
     assert made.bench == []
 
 
-def test_parts_know_their_lines(read):
+def test_parts_have_their_lines(read):
     made = read(GOOD)
     parts = [("checkpoint",), ("variants", "mixed"), ("evaluate", 0), ("bench", 1)]
     assert [made.at(*part).rpartition("study.yaml")[2] for part in parts] == [f", line {n}: " for n in (3, 6, 7, 10)]
@@ -100,7 +100,7 @@ def test_nothing_to_measure_and_nothing_to_compare_are_mistakes(read):
 
 
 @pytest.mark.parametrize("text", ["- a\n- b\n", "", "3", "a: [1", "\t"])
-def test_what_is_no_recipe_at_all_is_refused(read, text):
+def test_rejects_files_that_are_not_recipes(read, text):
     with pytest.raises(ApproxError, match=r"study\.yaml") as caught:
         read(text)
     assert caught.value.exit_code == Exit.USAGE
@@ -135,14 +135,14 @@ def test_the_recipes_of_the_package_are_short_and_without_mistakes():
         assert read(path).mistakes == ()
 
 
-@pytest.mark.parametrize(("given", "read_as"), [("auto", "auto"), ("8", 8)])
-def test_batches_have_a_size_or_choose_one(tmp_path, given, read_as):
+@pytest.mark.parametrize(("written", "read_as"), [("auto", "auto"), ("8", 8)])
+def test_batches_have_a_size_or_choose_one(tmp_path, written, read_as):
     path = tmp_path / "recipe.yaml"
     path.write_text(
-        f"title: t\ncheckpoint: c\nvariants: {{linear: {{mechanism: linear}}}}\nevaluate: [{{task: needle, batch_size: {given}}}]\n"
+        f"title: t\ncheckpoint: c\nvariants: {{linear: {{mechanism: linear}}}}\nevaluate: [{{task: needle, batch_size: {written}}}]\n"
     )
     read = recipe.read(path)
     assert (read.mistakes, read.evaluate[0].batch_size) == ((), read_as)
-    path.write_text(path.read_text().replace(given, "large"))
+    path.write_text(path.read_text().replace(written, "large"))
     (mistake,) = recipe.read(path).mistakes
     assert "a whole number or auto is needed, found 'large'" in mistake

@@ -26,15 +26,15 @@ def test_pages_and_readme_are_made_from_the_records():
 
 
 @pytest.mark.slow
-def test_the_example_of_a_push_is_what_a_push_would_publish(tmp_path):
+def test_the_example_of_a_push_equals_a_dry_run(tmp_path):
     push_example.main(tmp_path)
     # Sizes change with every line of the code that travels; the card and the names do not.
     assert (tmp_path / "card.md").read_text("utf-8") == (push_example.OUT / "card.md").read_text("utf-8")
-    made, kept = (
+    made, stored = (
         re.findall("^[|] (`.+`) [|]", (folder / "files.md").read_text("utf-8"), flags=re.MULTILINE)
         for folder in (tmp_path, push_example.OUT)
     )
-    assert made == kept != []
+    assert made == stored != []
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_the_best_points_rise_in_time_and_in_score():
     assert [point.name for point in long_documents.best([*points, Point("e", 1, 0.91, 5.0)])] == ["b", "e"]
 
 
-def test_the_advice_on_fine_tuning_is_what_the_records_say():
+def test_the_advice_on_fine_tuning_follows_from_the_records():
     advice = next(
         line for line in (ROOT / "README.md").read_text("utf-8").splitlines() if line.startswith("| time to fine-tune")
     )

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SCHEMAS = ROOT / "docs" / "schema"
 
 
-def test_the_schemas_are_those_of_the_models():
+def test_schemas_equal_those_of_the_models():
     command = [sys.executable, str(SCHEMAS / "refresh.py"), "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

@@ -66,7 +66,7 @@ def test_without_a_list_nothing_is_unexpected():
     assert unexpected_skips({"the sun shines": 3}, None) == []
 
 
-def test_more_than_listed_are_unexpected():
+def test_unlisted_skips_are_unexpected():
     listed = "tests/skips.toml"
     assert unexpected_skips({"could not import 'lm_eval': No module": 1}, listed) == []
     assert len(unexpected_skips({"could not import 'lm_eval': No module": 2}, listed)) == 1

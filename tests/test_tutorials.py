@@ -50,7 +50,7 @@ def speech(folder: Path) -> None:
 TUTORIALS = {"tutorial-classifier": classifier, "tutorial-language-model": language_model, "tutorial-speech": speech}
 
 
-def test_every_tutorial_is_walked():
+def test_every_tutorial_runs():
     assert {page.stem for page in (ROOT / "docs").glob("tutorial-*.md")} == set(TUTORIALS)
 
 

@@ -6,7 +6,7 @@ import pytest
 from pydantic import Field
 
 from approx.errors import ApproxError
-from approx.validation import Count, Counts, Mistake, Model, build, salvage, told, validate
+from approx.validation import Count, Counts, Mistake, Model, build, error_lines, salvage, validate
 from approx.yaml_text import load
 
 
@@ -52,19 +52,19 @@ class Outer(Model):
         ("a", ["x: a mapping of keys and values is needed, found 'a'."]),
     ],
 )
-def test_a_mistake_says_where_what_and_what_instead(data, sentences):
+def test_a_mistake_names_place_value_and_expectation(data, sentences):
     made, mistakes = validate(Outer, data, "x")
     assert made is None
     assert [one.text for one in mistakes] == sentences
 
 
-def test_what_is_right_is_made_and_a_single_value_stands_for_a_list():
+def test_builds_valid_data_and_reads_a_single_value_as_a_list():
     made, mistakes = validate(Outer, {"title": "a", "counts": 3, "share": 1, "inner": [{"size": 2}]}, "x")
     assert mistakes == []
     assert made == Outer(title="a", counts=[3], share=1.0, inner=[Inner(size=2)])
 
 
-def test_what_is_right_survives_what_is_wrong():
+def test_keeps_the_valid_part_of_invalid_data():
     data = {
         "titel": "a",
         "inner": [{"size": 0}, {"size": 2, "kind": 1}, {}, {"size": 3}],
@@ -77,7 +77,7 @@ def test_what_is_right_survives_what_is_wrong():
     assert data["counts"] == [0, 4, 0]
 
 
-def test_a_file_that_holds_nothing_right_still_ends():
+def test_salvages_nothing_from_a_wholly_invalid_file():
     made, mistakes = salvage(Outer, {1: 2, "title": [], "inner": 3, "counts": [0]}, "x", {"title": ""})
     assert made == Outer(title="")
     assert len(mistakes) == 4
@@ -86,12 +86,12 @@ def test_a_file_that_holds_nothing_right_still_ends():
 def test_mistakes_follow_the_order_of_the_file():
     document = load("b: 1\na:\n  - c: 2\n    c: 3\n")
     mistakes = [Mistake(("a", 0, "c"), "x.a[0].c: late."), Mistake(("b",), "x.b: early.")]
-    assert told(mistakes, "f.yaml", document) == [
+    assert error_lines(mistakes, "f.yaml", document) == [
         "f.yaml, line 1, x.b: early.",
         "f.yaml, line 3, x.a[0].c: late.",
         "f.yaml, line 4, the key 'c' is given twice. Keep one of them.",
     ]
-    assert told(mistakes, "f.yaml") == ["f.yaml, x.a[0].c: late.", "f.yaml, x.b: early."]
+    assert error_lines(mistakes, "f.yaml") == ["f.yaml, x.a[0].c: late.", "f.yaml, x.b: early."]
 
 
 def test_keywords_have_the_same_messages():

@@ -19,14 +19,14 @@ from approx.mechanisms.mechanism import whole_number
         ("0x1e", 30),
     ],
 )
-def test_numbers_are_what_they_look_like(text, value):
+def test_reads_numbers_as_yaml_1_2(text, value):
     document = yaml_text.load(f"x: {text}")
     assert document.data == {"x": value}
     assert type(document.data["x"]) is type(value)
     assert not list(document.repeated)
 
 
-def test_a_key_given_twice_is_found_at_every_depth():
+def test_finds_a_repeated_key_at_every_depth():
     document = yaml_text.load("a: 1\nb: {c: 1,\n  c: 2}\nd: &d [{e: 1, e: 2}]\nf: *d\na: 2\n")
     assert sorted(document.repeated) == [(3, "c"), (4, "e"), (6, "a")]
 
@@ -44,7 +44,7 @@ def test_a_key_given_twice_is_found_at_every_depth():
         (("e", "x"), 1),
     ],
 )
-def test_every_value_knows_its_line(path, line):
+def test_every_value_has_its_line(path, line):
     document = yaml_text.load("a: &a {x: 1}\nb:\n  - 1\n  - y: 2\n    c: 3\ne: *a\n")
     assert document.line(path) == line
 
@@ -53,7 +53,7 @@ def test_every_value_knows_its_line(path, line):
     "text",
     ["a: [1", "!!binary aGk=", "!!set {a}", "!!int ''", "!!bool maybe", "!!timestamp 2024-01-01", "[" * 5000, "[a]: b"],
 )
-def test_what_is_no_yaml_is_refused(text):
+def test_rejects_invalid_yaml(text):
     with pytest.raises(yaml.YAMLError):
         yaml_text.load(text)
 
@@ -98,7 +98,7 @@ def doubled(times, first="[1]", merge=False):
         ("a: " + "{b: " * 150 + "1" + "}" * 150, "nested"),
     ],
 )
-def test_refuses_what_a_short_text_repeats_too_often_or_nests_too_deep(text, said):
+def test_refuses_exploding_aliases_and_deep_nesting(text, said):
     with pytest.raises(yaml.YAMLError, match=said):
         yaml_text.load(text)
 

@@ -19,9 +19,9 @@ def work(item: str, threads: int | None) -> tuple[str, int | None, int]:
     return item, threads, os.getpid()
 
 
-def rows(given: dict[str, Any], say: Callable[[dict[str, Any]], None], before: Mapping[str, Any]) -> dict[str, Any]:
+def rows(arguments: dict[str, Any], say: Callable[[dict[str, Any]], None], before: Mapping[str, Any]) -> dict[str, Any]:
     """A row for each name that has none yet; some names kill the process, never end, or fail as a whole."""
-    for name in given["names"]:
+    for name in arguments["names"]:
         if name not in before:
             say({"name": name, "role": "variant"})
             if name.startswith("dies"):

@@ -23,7 +23,7 @@ from approx.cli import (
 from approx.cli.command import Group, exit_codes
 from approx.cli.terminal import Terminal, open_streams
 
-# The commands report what matters themselves.
+# Commands print what matters of these messages.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -68,19 +68,19 @@ def command(
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        def wrapper(**given: Any) -> None:
-            terminal = Terminal(**{name: given.pop(name) for name in _SHARED})
+        def wrapper(**arguments: Any) -> None:
+            terminal = Terminal(**{name: arguments.pop(name) for name in _SHARED})
             with (
                 _reported_errors(terminal, interrupted),
                 _usable_place(),
                 terminal.noting("approx_kernels"),
                 terminal.noting("approx.evaluation"),
             ):
-                made = {name: stage.read(given) for name, stage in stages.items()}
-                function(terminal, **given, **made)
+                made = {name: stage.read(arguments) for name, stage in stages.items()}
+                function(terminal, **arguments, **made)
 
         class Late(TyperCommand):
-            """A command whose options are made when it is called or explained: `approx --help` needs those of none."""
+            """A command whose options are made when it is called or its help is shown; `approx --help` does not need them."""
 
             def get_params(self, ctx: Any) -> Any:
                 if not self.params:
@@ -101,10 +101,10 @@ def command(
 
 
 def _declare(wrapper: Callable[..., None], function: Callable[..., None], stages: dict[str, Stage]) -> None:
-    """Give a wrapper the parameters that Typer makes options of: those of the function and stages, and the shared ones."""
-    _, *own = inspect.signature(function).parameters.values()
+    """Set the wrapper's signature, from which Typer makes options: those of the function, its stages and all commands."""
+    _, *rest = inspect.signature(function).parameters.values()
     parameters: list[inspect.Parameter] = []
-    for one in own:
+    for one in rest:
         if one.name in stages:
             parameters += stages[one.name].parameters()
         else:
@@ -120,7 +120,7 @@ def _declare(wrapper: Callable[..., None], function: Callable[..., None], stages
 
 
 class Group(TyperGroup):
-    """The commands; usage errors are reported like all others: in one line, and as JSON with --json."""
+    """The group of all commands; usage errors are printed like other errors: in one line, and as JSON with --json."""
 
     def main(self, args: Any = None, prog_name: str | None = None, *more: Any, **extra: Any) -> Any:
         """Run a command and exit with its exit code."""
@@ -129,11 +129,11 @@ class Group(TyperGroup):
         try:
             code = super().main(typed, "approx", *more, standalone_mode=False, **extra)
         except (BrokenPipeError, SystemExit):
-            # A help that `head` cuts off; rich and click end the process then.
+            # A help text piped into `head`; rich and click end the process then.
             silence(sys.stdout)
             code = Exit.OK
         except Exception as error:
-            # The error's class is Typer's in some versions and click's in others.
+            # Depending on the version, the class is Typer's or click's.
             if not hasattr(error, "format_message"):
                 raise
             code = _report(Terminal(json_output="--json" in typed), _usage(error), Exit.USAGE)
@@ -176,7 +176,7 @@ def _reported_errors(terminal: Terminal, interrupted: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _usable_place() -> Iterator[None]:
-    """Check what every command relies on: a current folder, and names that Rust libraries and records can hold.
+    """Check that the current folder exists, and that the command line is valid UTF-8, as libraries and records require.
 
     Raises:
         ApproxError: saying what to change.
@@ -239,7 +239,7 @@ def _report(terminal: Terminal, message: str, code: Exit) -> int:
         if terminal.json_output:
             terminal.result({"error": message, "exit_code": int(code)})
     except OSError:
-        # Nobody reads it, or the disk of a log is full; the exit code still says it.
+        # The pipe is closed or the disk full; the exit code still reports the error.
         silence(sys.stdout)
         silence(sys.stderr)
     return int(code)

@@ -55,7 +55,7 @@ def generate(
     offline: options.Offline = False,
     merge_adapter: options.MergeAdapter = False,
 ) -> None:
-    """Continue prompts with exact and with converted attention, and show where the texts part."""
+    """Continue prompts with exact and with converted attention, and show where the texts differ first."""
     from approx import api
 
     if not prompt:

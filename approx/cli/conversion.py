@@ -119,7 +119,7 @@ def plan(
             ]
             for cost in planned.costs
         ],
-        title="Counted operations of one forward pass of one sequence, and its peak memory in float32 beside weights and inputs; "
+        title="Counted operations of one forward pass of one sequence, and its peak memory in float32 on top of weights and inputs; "
         "`approx bench` measures time and memory",
     )
     if output is not None:
@@ -128,11 +128,17 @@ def plan(
     terminal.result(
         planned.to_data(), layer_table(planned.layers, {}, verbose=terminal.verbose), costs, *planned.warnings
     )
-    given = {"-m": mechanism, "--layers": layers, "--heads": heads, "--plan": plan_file, "--exact-below": exact_below}
+    options_used = {
+        "-m": mechanism,
+        "--layers": layers,
+        "--heads": heads,
+        "--plan": plan_file,
+        "--exact-below": exact_below,
+    }
     defaults = {"--layers": "all", "--heads": "all", "--exact-below": 0}
     if output is not None:
-        given, set_, recompute = {"--plan": output}, None, False
-    words = [word for name, value in given.items() if value != defaults.get(name) for word in (name, str(value))]
+        options_used, set_, recompute = {"--plan": output}, None, False
+    words = [word for name, value in options_used.items() if value != defaults.get(name) for word in (name, str(value))]
     words += [word for setting in set_ or [] for word in ("--set", setting)] + ["--recompute"] * recompute
     terminal.note(f"Next: {shlex.join(['approx', 'convert', model, *words, '-o', 'converted'])}")
 
@@ -204,13 +210,13 @@ def revert(terminal: Terminal, folder: options.Model, output: options.Out, force
 
 
 def _measure(folder: str) -> str:
-    """What to do with a converted folder."""
+    """The next step with a converted folder."""
     place = shlex.quote(folder)
     return f"Next: approx evaluate {place} --task NAME (`approx tasks` lists them); approx bench {place}"
 
 
 def _swapped(terminal: Terminal, receipt: "Receipt") -> Any:
-    # Errors are measured per layer: where heads differ, they are shown beside the first group.
+    # Errors are measured per layer, so of several groups of heads only the first line shows them.
     first = {part.layer: part.heads for part in reversed(receipt.swapped)}
 
     def figures(by_layer: dict[int, float]) -> "Callable[[list[Swapped]], str]":

@@ -1,4 +1,4 @@
-"""Docstrings as data: what a class is, and what its settings mean, so that help and code cannot disagree."""
+"""Docstrings as data: the description of a class and of its settings, so that the help never contradicts the code."""
 
 import inspect
 import re
@@ -18,7 +18,7 @@ def arguments(thing: Any, section: str = "Args") -> dict[str, str]:
     """Name -> meaning of the entries of a section of a docstring; a class also has those of its base classes."""
     found: dict[str, str] = {}
     for owner in reversed(thing.__mro__) if isinstance(thing, type) else [thing]:
-        # Without cleandoc, the docstring of a base class would come again.
+        # inspect.getdoc would return an inherited docstring.
         sections = _SECTION.split(inspect.cleandoc(owner.__doc__ or ""))
         for title, text in zip(sections[1::2], sections[2::2], strict=True):
             if title == section:

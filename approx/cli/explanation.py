@@ -230,7 +230,7 @@ def _setting(make: Callable[..., Any], name: str, default: Any, meanings: dict[s
 
 
 def _allowed(make: Callable[..., Any], setting: str) -> str:
-    """What a setting may be, in the words of the check that refuses a wrong value; empty if anything is taken."""
+    """The allowed values of a setting, as the message for a wrong value lists them; empty if all are allowed."""
     try:
         make(**{setting: object()})
     except ApproxError as error:

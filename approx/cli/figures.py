@@ -82,7 +82,7 @@ def _speed_rows(entry: Speed) -> Iterator[list[str] | None]:
         believed = verdict = None
         if isinstance(row, Relative):
             believed = entry.believed(row)
-            # The ceiling only says that it is not settled.
+            # For the ceiling, show a verdict only if it is inconclusive.
             verdict = entry.verdict(row) if isinstance(row, SpeedVariant) or not believed.ratio else None
         yield [
             "" if number or entry.batch == 1 else str(entry.batch),

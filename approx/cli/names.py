@@ -47,7 +47,7 @@ def grids() -> tuple[str, ...]:
 
 
 def completed(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
-    """What a shell offers for the beginning of a name."""
+    """A completion function for these names."""
 
     def offered(incomplete: str) -> list[str]:
         return [name for name in names() if name.startswith(incomplete)]
@@ -61,18 +61,18 @@ def known(
     """A callback of an option or argument that refuses unknown names before anything else happens.
 
     Args:
-        what: What the names are of.
-        names: All names that are listed.
-        one: Whether a name is known; by default those that are listed are.
+        what: The kind of name, for the message.
+        names: The names to list in the message.
+        one: Whether a name is known; by default if it is listed.
     """
 
-    def check(context: typer.Context, given: str | None) -> str | None:
-        if given is None or context.resilient_parsing:
-            return given
-        if not (one(given) if one else given in names()):
+    def check(context: typer.Context, value: str | None) -> str | None:
+        if value is None or context.resilient_parsing:
+            return value
+        if not (one(value) if one else value in names()):
             raise typer.BadParameter(
-                f"Unknown {what} '{given}'.{did_you_mean(given, names())} Known: {', '.join(names())}."
+                f"Unknown {what} '{value}'.{did_you_mean(value, names())} Known: {', '.join(names())}."
             )
-        return given
+        return value
 
     return check

@@ -194,8 +194,8 @@ def read_plan(
     from approx.planning.plan import Plan, Rule
 
     if (mechanism is None) == (file is None):
-        given = "both were given" if file else "neither was given"
-        raise ApproxError(f"Give either --mechanism or --plan; {given}. `approx mechanisms` lists the mechanisms.")
+        problem = "both were given" if file else "neither was given"
+        raise ApproxError(f"Give either --mechanism or --plan; {problem}. `approx mechanisms` lists the mechanisms.")
     rule = Rule(mechanism or "", layers, read_settings(settings), exact_below, heads, recompute)
     if file is None:
         return Plan((rule,))
@@ -258,33 +258,33 @@ def read_numbers(text: str, option: str, example: str = "512,2048") -> list[int]
     return numbers
 
 
-def record_files(given: Path) -> list[Path]:
+def record_files(path: Path) -> list[Path]:
     """The records of a run or a sweep; a file is one itself.
 
     Raises:
         ApproxError: if a folder has no record.
     """
-    if not given.is_dir():
-        return [given]
-    found = [given / "record.json"] if (given / "record.json").is_file() else sorted(given.glob("records/*.json"))
+    if not path.is_dir():
+        return [path]
+    found = [path / "record.json"] if (path / "record.json").is_file() else sorted(path.glob("records/*.json"))
     if not found:
         raise ApproxError(
-            f"{given} has no record.json: it is not the folder of a finished run or sweep. Give records, or finish it "
+            f"{path} has no record.json: it is not the folder of a finished run or sweep. Give records, or finish it "
             "with --resume.",
             Exit.UNAVAILABLE,
         )
     return found
 
 
-def record_file(given: Path) -> Path:
+def record_file(path: Path) -> Path:
     """The only record of a run; a file is one itself.
 
     Raises:
         ApproxError: if a folder has no record, or several.
     """
-    found = record_files(given)
+    found = record_files(path)
     if len(found) > 1:
-        raise ApproxError(f"{given} has {len(found)} records. Name one of them, e.g. {found[0]}.")
+        raise ApproxError(f"{path} has {len(found)} records. Name one of them, e.g. {found[0]}.")
     return found[0]
 
 

@@ -79,12 +79,12 @@ def push(
         raise ApproxError("--output has an effect only with --dry-run. Give both or neither.")
     if offline and not dry_run:
         raise ApproxError("--offline was given, but a push needs the hub. See what would be pushed with --dry-run.")
-    given: dict[str, Any] = {"records": record or [], "public": public, "force": force}
-    given |= {"base_model": base_model, "license": license_, "language": language}
+    settings: dict[str, Any] = {"records": record or [], "public": public, "force": force}
+    settings |= {"base_model": base_model, "license": license_, "language": language}
     if dry_run:
         place = output or Path(folder).with_name(f"{Path(folder).resolve().name}.push")
         with terminal.progress() as bar:
-            made = api.push(folder, repo, dry_run=place, offline=offline, progress=bar, **given)
+            made = api.push(folder, repo, dry_run=place, offline=offline, progress=bar, **settings)
         terminal.result(made, _files(list(made["files"].items()), None), f"Written to {place}; nothing was sent.")
         _notes(terminal, made["notes"], made["left"])
         return
@@ -104,7 +104,7 @@ def push(
 
     with terminal.progress() as bar:
         done = api.push(
-            folder, repo, create_pr=create_pr, revision=revision, message=message, agree=agree, progress=bar, **given
+            folder, repo, create_pr=create_pr, revision=revision, message=message, agree=agree, progress=bar, **settings
         )
     if done["identical"]:
         said = f"{done['url']} is identical already; nothing was uploaded."
@@ -114,7 +114,7 @@ def push(
 
 
 def _show(terminal: Terminal, upload: "Upload") -> None:
-    """Print what would be uploaded on stderr, where the question is."""
+    """Print the planned upload on stderr, where the question appears."""
     terminal.err.print(_files(upload.files, set(upload.written)))
     for name in upload.deleted:
         terminal.err.print(f"deleted: {name}")

@@ -53,6 +53,6 @@ def compare(
     from approx.evaluation import record
     from approx.publishing.report import compare as compare_records
 
-    read = [record.load(options.record_file(given)) for given in (first, second)]
+    read = [record.load(options.record_file(path)) for path in (first, second)]
     compared = compare_records(*read)
     terminal.result(compared.to_data(), *comparison_tables(compared))

@@ -38,7 +38,7 @@ def add_to(app: typer.Typer) -> None:
         "approx search my-model --task glue/sst2 --data SST-2 --budget 'loss<=0.5' --length 512 --speed 1.1x -o "
         "plan.yaml",
         "approx search gpt2 --text corpus.txt --budget 'kl<=0.05' --length 1024 --granularity heads -o plan.yaml",
-        interrupted="Interrupted before there was a plan. What was measured is kept; run the same command with --resume to go on.",
+        interrupted="Interrupted before there was a plan. Measurements are stored; run the same command with --resume to go on.",
         stage=_STAGE,
     )(search)
 

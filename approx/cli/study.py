@@ -133,7 +133,7 @@ def run(
             send=not no_push,
             pushed=pushed.append,
             # Without --resume, so that the command reproduces the record.
-            command=scrubbed(shlex.join(["approx", "run", recipe, *_given(checkpoint, data, limit)])),
+            command=scrubbed(shlex.join(["approx", "run", recipe, *_overrides(checkpoint, data, limit)])),
             progress=bar,
         )
     tables = [*map(quality_table, made.quality), *speed_tables(made.speed)]
@@ -177,14 +177,14 @@ def _settling(task: str) -> tuple[dict[str, Any], str]:
     from approx.tasks.metrics import METRICS
 
     if task not in TASKS:
-        # The harness of another package knows its metric.
+        # Only the other package's harness knows the metric.
         return {}, "# All examples are used; limit: 100 would take the first 100."
     metric = METRICS[open_task(task).metrics[0]]
     if not metric.fraction:
         name = metric.key.replace("_", " ")
         return {"margin": metric.margin}, f"# The margin is the loss that you accept, in percent of the base's {name}."
     fewest = fewest_examples(metric.margin / 100)
-    # Twice as many, so that a few may change.
+    # Twice as many as needed if no answer changes.
     return {"margin": metric.margin, "limit": -(-2 * fewest // 100) * 100}, (
         f"# The margin is the loss that you accept, in points. To show that no more is lost takes {fewest:,} examples "
         "if nothing changes on any\n# of them, and more if something does; the report says how many. limit takes the "
@@ -199,7 +199,7 @@ def _push_line(push: dict[str, Any]) -> str:
     return f"Pushed: {push['url']} ({'private' if push['private'] else 'public'}), commit {push['commit']}"
 
 
-def _given(checkpoint: str | None, data: list[str] | None, limit: int | None) -> list[str]:
+def _overrides(checkpoint: str | None, data: list[str] | None, limit: int | None) -> list[str]:
     pairs = [("--checkpoint", checkpoint), *(("--data", one) for one in data or []), ("--limit", limit)]
     return [word for name, value in pairs if value is not None for word in (name, str(value))]
 

@@ -59,7 +59,7 @@ class _Whole(Table):
             needy = [number for number, width in enumerate(widths) if width < natural[number]]
             if not needy:
                 break
-            # The one that would otherwise be wrapped into most lines.
+            # Widen the column that would wrap most.
             widths[max(needy, key=lambda number: natural[number] / widths[number])] += 1
         return widths
 
@@ -88,14 +88,14 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str] | None], title: s
         title: Printed above the headings.
     """
     rows = list(rows)
-    kept = [index for index in range(len(columns)) if any(row and row[index] for row in rows)]
+    filled = [index for index in range(len(columns)) if any(row and row[index] for row in rows)]
     made = _Whole(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for index in kept:
+    for index in filled:
         made.add_column(columns[index], overflow="fold", no_wrap=not columns[index])
     for row in rows:
         if row is None:
             made.add_section()
         else:
-            # The width of a column counts what is printed.
-            made.add_row(*(visible(row[index]) for index in kept))
+            # Escape control characters before rich measures the width.
+            made.add_row(*(visible(row[index]) for index in filled))
     return made

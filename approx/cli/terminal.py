@@ -68,7 +68,7 @@ class Terminal:
     def note(self, text: str) -> None:
         """Print a note on stderr."""
         if not self.quiet:
-            # Lines stay whole in a file, so that they can be searched.
+            # Do not wrap lines in a file, so that they can be searched.
             self.err.print(Text(text, style="dim"), soft_wrap=not self.err.is_terminal)
 
     @contextlib.contextmanager
@@ -108,7 +108,7 @@ class Terminal:
                 name = stage.split(" ")[0]
                 if name not in tasks:
                     for earlier in bars.tasks:
-                        # Stages follow each other; not every one says that it is done.
+                        # Stages run one after another, and some do not report their end.
                         bars.update(earlier.id, completed=earlier.total)
                     tasks[name] = bars.add_task(stage, total=max(total, 1))
                 bars.update(tasks[name], description=stage, completed=done, total=max(total, 1))
@@ -117,7 +117,7 @@ class Terminal:
 
 
 class _Lines:
-    """Progress in a log: a line for each stage, and after silence a line with what is done and the time left."""
+    """Progress in a log: a line for each stage, and after some silence a line with the state and the time left."""
 
     def __init__(self, note: Callable[[str], None], silence: float = _SECONDS_OF_SILENCE) -> None:
         self._note, self._silence = note, silence
@@ -135,7 +135,7 @@ class _Lines:
         self._watch.join()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """Take note of how far a stage is."""
+        """Update the state of a stage."""
         with self._lock:
             now, before = time.monotonic(), self._stage
             # Steps of one kind, such as the lengths of a bench, are counted together.
@@ -183,14 +183,14 @@ class _Notes(logging.Handler):
 
 
 class _PlainConsole(Console):
-    """A console on which only this program moves the cursor or sets colours, not a name in a model or a recipe."""
+    """A console that escapes control characters in texts, such as names in a model or a recipe."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(visible(segment.text), segment.style)
 
     def on_broken_pipe(self) -> None:
-        """Go on without a reader: rich would end the command, whose output may be half done."""
+        """Continue without a reader; rich would end the process in the middle of writing files."""
         silence(self.file)
 
 

@@ -1001,8 +1001,8 @@ def _opened(
 
 
 def _same_tokenizer(opened: Checkpoint, taught: Checkpoint) -> None:
-    own, other = checkpoint.processor(opened.source), checkpoint.processor(taught.source)
-    vocabularies = [getattr(each, "get_vocab", dict)() for each in (own, other)]
+    student_reader, teacher_reader = checkpoint.processor(opened.source), checkpoint.processor(taught.source)
+    vocabularies = [getattr(each, "get_vocab", dict)() for each in (student_reader, teacher_reader)]
     if vocabularies[0] != vocabularies[1]:
         raise ApproxError(
             f"The tokenizer of {opened.source.name} and that of the teacher {taught.source.name} differ, so the two "

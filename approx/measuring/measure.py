@@ -115,7 +115,7 @@ def variant_of(label: str, one: Checkpoint) -> Variant:
             for path, site in sorted(sites.items(), key=lambda item: item[1]["layer"])
             for part, mechanism in zip(described(site), _members(one.model, path), strict=True)
         ],
-        # Of what was not converted there is nothing to verify.
+        # An unconverted model has nothing to verify.
         verified=not one.source.converted or (receipt is not None and receipt.verified),
         receipt=None if receipt is None else receipt.model_dump(mode="json"),
         weights_sha256=one.weights_sha256,
@@ -213,7 +213,7 @@ def identity(opened: Checkpoint) -> str:
 
 
 def computed_by(device: torch.device, *, fast_products: bool = False) -> str:
-    """What computes on a device: instruction set, C or PyTorch, and the implementations that a probe chose.
+    """The code that computes on a device: instruction set, C or PyTorch, and the implementations that a probe chose.
 
     These round differently. They are not part of the identity, which is the same on every machine.
     """
@@ -401,7 +401,7 @@ def measure_speed(
     base, source = models[BASE], opened[BASE].source
     facts = anatomy.anatomy(families.stock_config(source.config), source.stock_class)
     if facts.fixed_length is not None:
-        # Other lengths would be the same inputs under a wrong name.
+        # All lengths would time the same inputs.
         stage = stage.model_copy(update={"lengths": [facts.fixed_length]})
     longest, also = max(stage.lengths), ""
     if stage.mode == "generate":

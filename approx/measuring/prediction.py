@@ -223,7 +223,7 @@ def continued(
         refuse(one.model)
     ways: dict[str, Any] = {"do_sample": True, "temperature": temperature}
     if not sample:
-        # What the checkpoint says about drawing has no meaning here, and transformers would warn about it.
+        # Sampling settings of the checkpoint do not apply here, and transformers would warn about them.
         ways = {"do_sample": False, "num_beams": 1, "temperature": None, "top_p": None, "top_k": None}
     read = [_read(opened, prompt, max_new_tokens) for prompt in prompts]
     results = []

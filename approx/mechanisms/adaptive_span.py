@@ -122,9 +122,11 @@ class AdaptiveSpanAttention(Mechanism):
         mass = mass_by_distance(q, k, key_mask, causal=self.causal, scale=self.scale)
         within = mass.cumsum(1)
         # Mass under the mask of each span z: the mask is the mean of R steps, the last ones at z, …, z + R - 1.
-        kept = nn.functional.pad(within[:, None], (0, self.ramp - 1), "replicate").unfold(2, self.ramp, 1).mean(3)[:, 0]
+        weights = (
+            nn.functional.pad(within[:, None], (0, self.ramp - 1), "replicate").unfold(2, self.ramp, 1).mean(3)[:, 0]
+        )
         # Rounding in float32 can leave the whole mass just below 1.
-        enough = kept >= self.keep - 1e-6
+        enough = weights >= self.keep - 1e-6
         shortest = enough.int().argmax(1)
         near = enough.any(1) & (2 * shortest < mass.shape[1]) & (shortest < self.max_span)
         self.fraction.copy_(torch.where(near, shortest / self.max_span, 1.0))
@@ -169,16 +171,16 @@ class AdaptiveSpanAttention(Mechanism):
         Reading them synchronises with an accelerator, so evaluation reads them once per value of the parameter.
         In-place writes to `parameter.data`, which bypass PyTorch's version counter, take effect on a CPU only.
         """
-        held = self.fraction.detach()
-        count = changes(held)
+        fraction = self.fraction.detach()
+        count = changes(fraction)
         if self.training or self._reads_at_once() or count is None:
             return self.spans.tolist()
         if self._read is not None:
             read, version, known = self._read
             # Holding the tensor prevents reuse of its address.
-            if (read.data_ptr(), read.dtype, version) == (held.data_ptr(), held.dtype, count):
+            if (read.data_ptr(), read.dtype, version) == (fraction.data_ptr(), fraction.dtype, count):
                 return known
-        self._read = held, count, self.spans.tolist()
+        self._read = fraction, count, self.spans.tolist()
         return self._read[2]
 
     def _reads_at_once(self) -> bool:

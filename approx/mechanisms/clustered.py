@@ -178,16 +178,16 @@ class ClusteredAttention(Mechanism):
 
     def flops(self, length: int) -> int:
         """Hashes, distances of all iterations, attention of the mean queries, and each query's own weights."""
-        clusters, size, own = self._clusters(length), self.head_dim, min(self.topk or 0, length)
+        clusters, size, topk = self._clusters(length), self.head_dim, min(self.topk or 0, length)
         if self.causal:
-            # The sums over a centroid's keys hold a mean key beside the mean value.
-            past = 0 if length <= self.chunk else 8 * clusters + 4 * own
+            # Each centroid sums a mean key as well as a mean value.
+            past = 0 if length <= self.chunk else 8 * clusters + 4 * topk
             return self.heads * length * size * (past + 4 * min(self.chunk, length))
         if length <= clusters:
             return 4 * self.heads * length * length * size
         choosing = clusters if self.frozen else self.bits + 1
         lloyd = 0 if self.frozen else self.iterations * clusters * (self.bits + 1)
-        return self.heads * length * (2 * (choosing * size + lloyd) + 4 * (clusters + own) * size)
+        return self.heads * length * (2 * (choosing * size + lloyd) + 4 * (clusters + topk) * size)
 
     def memory(self, length: int) -> int:
         """Scores, weights and remainder of the centroids, or the clustering, with all heads at once."""

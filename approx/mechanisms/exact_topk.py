@@ -57,11 +57,11 @@ class ExactTopkAttention(Mechanism):
 
     def approximated_pairs(self, length: int) -> float:
         """The pairs that are not among the largest of their query."""
-        kept = min(self.topk, length)
+        chosen = min(self.topk, length)
         if not self.causal:
-            return 1 - kept / length
+            return 1 - chosen / length
         # Early queries see fewer keys than they may keep.
-        return (length - kept) * (length - kept + 1) / (length * (length + 1))
+        return (length - chosen) * (length - chosen + 1) / (length * (length + 1))
 
     def flops(self, length: int) -> int:
         """Two dense products over all pairs, computed even where the causal mask or the choice hides them."""

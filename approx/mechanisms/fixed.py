@@ -1,4 +1,4 @@
-"""Fixed attention: the own block, and columns that summarise the other blocks."""
+"""Fixed attention: a query's own block, and columns that summarise the other blocks."""
 
 import math
 from typing import Any, ClassVar, Literal

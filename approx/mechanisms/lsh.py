@@ -155,7 +155,7 @@ class LshAttention(Mechanism):
         return {"variant": "asymmetric", "cluster": max(length, 1)}
 
     def approximates_from(self) -> int:
-        """One token more than attend to each other exactly; shared queries and keys differ from two tokens on."""
+        """One token more than fit into a cluster; shared queries and keys differ from two tokens on."""
         return 2 if self.variant == "shared" else self.cluster * (2 if self.causal else 1) + 1
 
     def approximated_pairs(self, length: int) -> float:

@@ -411,8 +411,8 @@ class HeadGroups(Mechanism, abstract=True):
         """Attend; each mechanism applies dropout in its own way."""
         outputs = []
         for heads, mechanism in self.members():
-            own = heads_of(q, k, heads)
-            parts = q[:, heads], k[:, own], v[:, own]
+            key_heads = heads_of(q, k, heads)
+            parts = q[:, heads], k[:, key_heads], v[:, key_heads]
             if k.shape[-2] < mechanism.exact_below:
                 out = exact_attention(*parts, key_mask, causal=self.causal, scale=self.scale, dropout=dropout)
             else:
@@ -427,13 +427,13 @@ class HeadGroups(Mechanism, abstract=True):
         """Attend from one state that holds those of all groups: each tensor's name begins with its group's number."""
         outputs, after = [], {}
         for number, (heads, mechanism) in enumerate(self.members()):
-            own, group = f"{number}.", None
+            prefix, group = f"{number}.", None
             if state is not None:
-                group = {name.removeprefix(own): x for name, x in state.items() if name.startswith(own)}
+                group = {name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)}
             of_keys = heads_of(q, k, heads)
             out, group = mechanism.decode(q[:, heads], k[:, of_keys], v[:, of_keys], key_mask, group)
             outputs.append(out)
-            after |= {own + name: x for name, x in group.items()}
+            after |= {prefix + name: x for name, x in group.items()}
         return self._joined(outputs), after
 
     def approximates_from(self) -> int | None:
@@ -477,8 +477,8 @@ def chosen_steps(mode: Any, step: Any, count: int) -> tuple[int | None, ...]:
 
 def interleaved(settings: dict[str, Any], rank: int, count: int) -> dict[str, Any]:
     """The settings of the layer of that rank; with `mode: interleave` they name its step among `count`."""
-    own = settings.get("mode") == "interleave" and settings.get("step") is None
-    return settings | {"step": rank % count + 1} if own else settings
+    interleave = settings.get("mode") == "interleave" and settings.get("step") is None
+    return settings | {"step": rank % count + 1} if interleave else settings
 
 
 def unusable_state(mechanism: Mechanism) -> str | None:
@@ -490,21 +490,21 @@ def unusable_state(mechanism: Mechanism) -> str | None:
     made = type(mechanism)(
         mechanism.heads, mechanism.head_dim, causal=mechanism.causal, scale=mechanism.scale, **mechanism.settings
     ).state_dict()
-    for name, held in mechanism.state_dict().items():
+    for name, tensor in mechanism.state_dict().items():
         if name not in made:
             return f"{name} does not belong to a mechanism with these settings"
-        if why := _difference(held, made[name]):
+        if why := _difference(tensor, made[name]):
             return f"{name} {why}"
     return None
 
 
-def _difference(held: Tensor, made: Tensor) -> str | None:
-    if held.shape != made.shape:
-        return f"has shape {list(held.shape)}; its settings make {list(made.shape)}"
-    if held.dtype != made.dtype and not (held.is_floating_point() and made.is_floating_point()):
-        return f"is {held.dtype}; its settings make {made.dtype}"
-    if held.is_floating_point():
-        return None if held.isfinite().all() else "holds NaN or infinity"
-    if held.numel() and (held.min() < 0 or held.max() >= 2**31):
-        return f"holds values from {int(held.min())} to {int(held.max())}; draws lie between 0 and 2^31 - 1"
+def _difference(tensor: Tensor, made: Tensor) -> str | None:
+    if tensor.shape != made.shape:
+        return f"has shape {list(tensor.shape)}; its settings make {list(made.shape)}"
+    if tensor.dtype != made.dtype and not (tensor.is_floating_point() and made.is_floating_point()):
+        return f"is {tensor.dtype}; its settings make {made.dtype}"
+    if tensor.is_floating_point():
+        return None if tensor.isfinite().all() else "holds NaN or infinity"
+    if tensor.numel() and (tensor.min() < 0 or tensor.max() >= 2**31):
+        return f"holds values from {int(tensor.min())} to {int(tensor.max())}; draws lie between 0 and 2^31 - 1"
     return None

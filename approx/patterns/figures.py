@@ -65,7 +65,7 @@ def _counts(mask: Mask, block: int, stride: int | None) -> dict[str, Any]:
     edges = int(degrees.sum())
     tiles = {"as it is": _touched(mask, block), "gathered": _gathered(mask, block)}
     if stride is not None:
-        # All first tokens of a stride, then all second ones: tokens a stride apart become neighbours.
+        # Sort tokens by their place within the stride: those a stride apart become neighbours.
         order = np.argsort(np.arange(len(mask)) % stride, kind="stable")
         tiles["permuted"] = _touched(mask[order][:, order], block)
     best = min(tiles, key=lambda name: tiles[name])

@@ -41,7 +41,7 @@ class Pattern:
         return np.logical_or.reduce(self.steps)
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """The settings for a title: those that affect the steps."""
         settings = self.settings | ({} if self.stride is None else {"stride": self.stride})
         silent = ("mode", *(name for name, value in settings.items() if value is None or value is False))

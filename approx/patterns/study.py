@@ -24,7 +24,7 @@ MOST_DRAWN = 48
 
 @dataclass(frozen=True)
 class Study:
-    """What is known of a pattern.
+    """The measurements of a pattern.
 
     Attributes:
         figures: The figures of `approx.patterns.figures`.
@@ -126,7 +126,7 @@ def _speed(pattern: Pattern, device: str, progress: Callable[[str, int, int], No
     ours = {name: made.to(device).eval() for name, made in pattern.mechanisms(HEADS, HEAD_DIM).items()}
 
     def make_inputs(batch: int, length: int) -> tuple[torch.Tensor, ...]:
-        # The pairs do not depend on the values, so random values are as good as real ones.
+        # The pairs do not depend on the values, so random ones will do.
         generator = torch.Generator("cpu").manual_seed(0)
         shape = (3, batch, HEADS, length, HEAD_DIM)
         return tuple(torch.randn(shape, generator=generator).to(device))
@@ -155,4 +155,4 @@ def _named(pattern: Pattern) -> str:
 
 
 def _counted(pattern: Pattern) -> str:
-    return f"{pattern.length:,} token{'s'[: pattern.length > 1]}, {pattern.told}"
+    return f"{pattern.length:,} token{'s'[: pattern.length > 1]}, {pattern.description}"

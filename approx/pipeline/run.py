@@ -62,7 +62,7 @@ OUTCOME, BEST = "search.json", "best.yaml"
 
 
 def folder_of(plan: Path) -> Path:
-    """The folder beside a plan that holds what the search measured: `plan.yaml` -> `plan-search`."""
+    """The folder next to a plan for the measurements of its search: `plan.yaml` -> `plan-search`."""
     return plan.with_name(f"{plan.stem}-search")
 
 
@@ -125,10 +125,10 @@ def search(
         usable = found.feasible or found.interrupted
         for file, wanted in ((plan, usable), (folder / BEST, not usable)):
             if file is not None and wanted and found.plan is not None:
-                # A process that is killed here leaves nothing beside the plan.
+                # Via a temporary file in the folder, so a killed process leaves none next to the plan.
                 write_whole(file, found.to_yaml(), within=folder)
             elif file is not None:
-                # A plan of an earlier search is not what this one found.
+                # A plan of an earlier search must not pass for this one's.
                 file.unlink(missing_ok=True)
         if found.speed is not None:
             made = make_record(
@@ -150,7 +150,7 @@ def search(
 def _refuse_search(plan: Path | None, folder: Path, *, resume: bool, force: bool) -> None:
     refuse_unclaimed(folder, "search", "a search", _search_begun)
     begun = folder.is_dir() and any(folder.iterdir())
-    # Without an earlier search there is nothing to resume, so the plan is of someone else.
+    # Without an earlier search there is nothing to resume, so the plan is not ours.
     if plan is not None and plan.exists() and not (plan.is_file() and (force or (resume and begun))):
         how = "Choose another name, or replace it with --force." if plan.is_file() else "Choose another name."
         raise ApproxError(f"{plan} exists. {how}", Exit.REFUSED)
@@ -161,11 +161,11 @@ def _refuse_search(plan: Path | None, folder: Path, *, resume: bool, force: bool
 
 
 def _search_begun(folder: Path) -> bool:
-    """Whether an earlier version, which made no claims, has searched in a folder."""
-    own = {SENSITIVITIES, MEASURED, FITTED, OUTCOME, BEST, "record.json", "report"}
+    """Whether a folder holds a search of an earlier version, which did not mark its folders."""
+    names = {SENSITIVITIES, MEASURED, FITTED, OUTCOME, BEST, "record.json", "report"}
     try:
         data = json.loads((folder / SENSITIVITIES).read_bytes())
-        return {*data} == {"schema", "about", "damages"} and {path.name for path in folder.iterdir()} <= own
+        return {*data} == {"schema", "about", "damages"} and {path.name for path in folder.iterdir()} <= names
     except (OSError, ValueError, TypeError, RecursionError):
         return False
 
@@ -191,7 +191,7 @@ def check(recipe: Recipe, *, offline: bool) -> dict[str, Plan]:
     facts: Anatomy | None = None
     plans: dict[str, Plan] = {}
     try:
-        # Without a checkpoint, its absence is already among the mistakes.
+        # A missing checkpoint is already among the mistakes.
         facts = _facts(recipe, offline) if recipe.checkpoint else None
     except ApproxError as error:
         errors += _at(recipe.at("checkpoint"), error)
@@ -443,8 +443,8 @@ class Study:
     def convert(self, plan: Plan, label: str, place: Path | None = None) -> Stage:
         """The stage that converts by a plan, into `place` or a folder named by its key."""
         plan = with_separator(plan, lambda: of_checkpoint(self.open()[BASE].source))
-        given = self.asked.calibrate if isinstance(self.asked, Recipe) else None
-        file = None if given is None else Path(given)
+        calibration = self.asked.calibrate if isinstance(self.asked, Recipe) else None
+        file = None if calibration is None else Path(calibration)
         text = None if file is None else hashlib.sha256(file.read_bytes()).hexdigest()
         key = stage_key("convert", *self._about, plan.to_data(), text, place and place.name)
         folder = place or self.out / "converted" / key[:16]
@@ -452,7 +452,7 @@ class Study:
         return Stage(f"convert {label}", key, make, product=folder, noun="conversion")
 
     def heal(self, training: FinetuneStage, label: str, source: Stage | None, place: Path | None = None) -> Stage:
-        """The training of a converted folder, or of the base, into a folder named by its key or at a place of one's own."""
+        """The training of a converted folder, or of the base, into a folder named by its key or into `place`."""
         options = training.model_dump(mode="json", exclude={"report_to"})
         about = (*self._about, code(("finetuning",)))
         key = stage_key("heal", *about, source and source.key, options, digest_of(training), place and place.name)
@@ -469,7 +469,7 @@ class Study:
         Args:
             number: Number of the task.
             conversions: The conversions to compare; empty scores the base.
-            place: File for the per-example outputs; by default beside the outcome.
+            place: File for the per-example outputs; by default next to the outcome.
             after: Stages whose stored outputs this one uses.
         """
         task = self.asked.evaluate[number]
@@ -517,7 +517,7 @@ class Study:
                 progress=lambda what, *more: self._progress(f"heal {label}: {what}", *more),
             )
         except BudgetMetError as met:
-            # It is as good as it is asked to be, so it is healed.
+            # The target is already met: copy the checkpoint unchanged.
             with atomic_folder(folder, force=True) as copied:
                 shutil.copytree(start, copied, dirs_exist_ok=True)
             done = met.healing
@@ -537,7 +537,7 @@ class Study:
 
 
 def _machine() -> dict[str, Any]:
-    # The keys already include a hash of the code.
+    # The stage keys already include a hash of the code.
     environment = record.environment(torch.get_num_threads())
     return {key: value for key, value in environment.items() if key not in ("approx", "git_commit")}
 
@@ -582,7 +582,7 @@ class Pushes:
     def stages(self) -> list[Stage]:
         """One stage for each push; the outcome is that of `approx.push`. Folders that are only written are written every time."""
         return [
-            Stage(f"push to {asked.repo}", self._key(asked), partial(self._push, asked), noun="push", kept=self.send)
+            Stage(f"push to {asked.repo}", self._key(asked), partial(self._push, asked), noun="push", stored=self.send)
             for asked in self.recipe.push
         ]
 
@@ -610,7 +610,7 @@ class Pushes:
             raise ApproxError("\n".join(map(str, errors)), min(error.exit_code for error in errors))
 
     def _folder(self, asked: PushStage) -> Stage:
-        """What a push takes: a variant as it is after its training."""
+        """The folder to push: the variant after its training."""
         name = asked.variant or next(iter([*self.recipe.variants, *self.recipe.search]))
         return self.folders.get(name + HEALED, self.folders[name])
 
@@ -624,7 +624,7 @@ class Pushes:
         more: dict[str, Any] = {"records": [self.record], "public": asked.public, "progress": self.progress}
         more |= {"base_model": asked.base_model, "license": asked.license, "language": asked.language}
         if not self.send:
-            # As the hub's own cache writes it, since no name holds two hyphens.
+            # Named as in the hub's cache; no repository name has two hyphens.
             names = [*asked.repo.split("/"), *([slug(asked.revision)] if asked.revision else [])]
             place = self.record.parent / "push" / "--".join(names)
             return push(folder, asked.repo, dry_run=place, force=True, offline=self.offline, **more)
@@ -689,7 +689,7 @@ def run(
     progress("open the base, read the data", 0, 1)
     study = Study(recipe, recipe.checkpoint, out, offline=offline, command=command, progress=progress, here=True)
     with locked_output(out):
-        # Another process may have claimed it since it was looked at.
+        # Another process may have claimed the folder since the check above.
         _refuse(recipe, out, resume=resume, force=force)
         if recipe.search:
             _claim(recipe, out, force=force)
@@ -728,7 +728,7 @@ class _Stages(NamedTuple):
         converted = {name: study.convert(plan, name, out / "converted" / slug(name)) for name, plan in plans.items()}
         healed = _healed(study, recipe, converted, out)
         folders = {**converted, **healed}
-        # What was healed takes the place of what it was in timings: only its weights differ.
+        # Of a healed variant only the healed folder is timed: just the weights differ.
         timed = {name: folders.get(name + HEALED, one) for name, one in converted.items()}
         timed = {name + HEALED * (name + HEALED in folders): one for name, one in timed.items()}
         parts = [
@@ -736,7 +736,7 @@ class _Stages(NamedTuple):
             *(study.bench(grid, timed) for grid in recipe.bench),
         ]
         make = partial(_report, study, recipe, folders, parts)
-        report = Stage("report", "report", make, (*folders.values(), *parts), kept=False)
+        report = Stage("report", "report", make, (*folders.values(), *parts), stored=False)
         return cls(folders, report)
 
 
@@ -776,7 +776,7 @@ def _report(study: Study, recipe: Recipe, folders: Conversions, parts: list[Stag
 
 
 def _refuse(recipe: Recipe, out: Path, *, resume: bool, force: bool) -> None:
-    """Raise if the folder is not ours, or holds a run that may be neither continued nor replaced."""
+    """Raise if the folder does not hold a run, or one that may be neither continued nor replaced."""
     if resume and force:
         raise ApproxError("--resume continues a run and --force starts it over. Give one of them.")
     refuse_unclaimed(out, "run", "a run", _begun)
@@ -795,7 +795,7 @@ def _refuse(recipe: Recipe, out: Path, *, resume: bool, force: bool) -> None:
 
 
 def _begun(out: Path) -> bool:
-    """Whether an earlier version, which made no claims, has run a recipe in a folder."""
+    """Whether a folder holds a run of an earlier version, which did not mark its folders."""
     return (out / _RECIPE).is_file() and Store(out).begun()
 
 

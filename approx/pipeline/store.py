@@ -38,7 +38,7 @@ R = TypeVar("R")
 Work = Callable[[T, int | None], R]
 
 EXECUTORS = ("local", "submitit")
-# Submitit's own default is five minutes.
+# Submitit's default is five minutes.
 _MINUTES = 240
 
 
@@ -148,7 +148,7 @@ def processes() -> BaseContext:
     if sys.platform != "linux" or torch.cuda.is_available():
         return get_context("spawn")
     context = get_context("forkserver")
-    # One family imports almost everything that the others need.
+    # One model family imports almost all modules that the others need.
     context.set_forkserver_preload(["transformers.models.bert.modeling_bert"])
     return context
 
@@ -229,15 +229,15 @@ class Submitit:
 def _importable() -> Iterator[None]:
     """Let processes started within the context import this package even if it is not installed."""
     places = [str(Path(sys.modules["approx"].__path__[0]).parent), str(_parent("approx_kernels"))]
-    given = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([*places, *([given] if given else [])])
+    inherited = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([*places, *([inherited] if inherited else [])])
     try:
         yield
     finally:
-        if given is None:
+        if inherited is None:
             del os.environ["PYTHONPATH"]
         else:
-            os.environ["PYTHONPATH"] = given
+            os.environ["PYTHONPATH"] = inherited
 
 
 def _parent(package: str) -> Path:
@@ -289,7 +289,7 @@ class Stage:
         product: The file or folder that it makes, if any; if it is missing or different, the stage is not done.
         alone: Whether nothing may run in parallel, because it is timed.
         noun: The kind of stage, for errors of stages that depend on it.
-        kept: Whether to store its outcome; otherwise it is computed every time.
+        stored: Whether to store its outcome; otherwise it is computed every time.
     """
 
     name: str
@@ -299,7 +299,7 @@ class Stage:
     product: Path | None = None
     alone: bool = False
     noun: str = "evaluation"
-    kept: bool = True
+    stored: bool = True
 
 
 def stage_key(kind: str, *parts: Any) -> str:
@@ -321,7 +321,7 @@ class Store:
         return Outcome(**stored)
 
     def begun(self) -> bool:
-        """Whether there is the outcome of any stage, also one of an earlier version."""
+        """Whether any stage has an outcome, of this or an earlier version."""
         return any(_stored(file) is not None for file in self.folder.glob("*.json"))
 
     def state(self, stage: Stage) -> str:
@@ -340,7 +340,7 @@ class Store:
         """
         outcome = Outcome(stage.key, stage.name, product=_hash(stage.product), **more)
         try:
-            if stage.kept:
+            if stage.stored:
                 stored = {"schema": SCHEMA, **vars(outcome)}
                 text = json.dumps(stored, allow_nan=False)
                 write_whole(self._file(stage), json.dumps({**stored, "sha256": fingerprint(json.loads(text))}))
@@ -365,7 +365,7 @@ def _stored(file: Path) -> dict[str, Any] | None:
         stored = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(stored, dict) or not stored.keys() >= _KEYS or stored["status"] not in ("done", "failed"):
             return None
-        # An earlier version, whose outcomes are only recognised, kept no hash.
+        # Earlier versions stored no hash.
         known = stored.pop("sha256", None)
         return stored if stored["schema"] != SCHEMA or known == fingerprint(stored) else None
     except (OSError, ValueError, RecursionError):

@@ -47,7 +47,7 @@ class Swept:
     """The outcome of a sweep.
 
     Attributes:
-        results: What its cells came to.
+        results: Results of its cells.
         tables: The formatted tables.
         computed: Number of cells that were computed; the others existed already.
         data: The content of `sweep.json`, and `computed`.
@@ -111,7 +111,7 @@ def sweep(
 
 
 def _begun(out: Path) -> bool:
-    """Whether an earlier version, which made no claims, has swept in a folder."""
+    """Whether a folder holds a sweep of an earlier version, which did not mark its folders."""
     return not (out / "recipe.yaml").exists() and Store(out).begun()
 
 
@@ -163,7 +163,7 @@ def _cell(stage: GridStage, store: Store) -> Cell | None:
     made = None
     if stage.kind in ("base", "evaluate", "bench") and outcome.result is not None:
         made = measured(outcome)
-        # Another plan may share the stage, or the plan had another name when it was computed.
+        # Another plan may share the stage, or this plan had another name then.
         for part in (*made.quality, *made.speed, made):
             for variant in part.variants:
                 variant.name = stage.label
@@ -210,7 +210,7 @@ def _records(parts: list[Record]) -> Iterator[tuple[str, Record]]:
                 task.variants += entry.variants
     for name, whole in joined.items():
         for entry in whole.quality:
-            # The outputs are one file per cell, not one beside the record.
+            # Outputs are one file per cell, not one next to the record.
             entry.outputs = None
         whole.crossover = crossover(whole.speed)
         yield name.removesuffix(".0"), whole

@@ -28,7 +28,7 @@ from approx.seam.internals import backbone_of, can_switch_attention, temporary_a
 
 @dataclass(frozen=True)
 class Moment:
-    """Bytes held at one moment of a forward pass; linear in the number of positions.
+    """Memory in use at one moment of a forward pass; linear in the number of positions.
 
     Attributes:
         fixed: Bytes that are independent of the length.
@@ -39,30 +39,30 @@ class Moment:
     per_position: float
 
     def bytes(self, length: int) -> float:
-        """Bytes held if the input has `length` positions."""
+        """Bytes in use if the input has `length` positions."""
         return self.fixed + self.per_position * length
 
     @classmethod
-    def through(cls, lengths: tuple[int, int], held: tuple[int, int]) -> "Moment":
-        """The moment that holds these bytes at these two lengths."""
-        slope = (held[1] - held[0]) / (lengths[1] - lengths[0])
-        return cls(held[0] - slope * lengths[0], slope)
+    def through(cls, lengths: tuple[int, int], sizes: tuple[int, int]) -> "Moment":
+        """The moment with these sizes in bytes at these two lengths."""
+        slope = (sizes[1] - sizes[0]) / (lengths[1] - lengths[0])
+        return cls(sizes[0] - slope * lengths[0], slope)
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a forward pass of one sequence holds beside the weights and its inputs, in the dtype of the model.
+    """The memory of a forward pass of one sequence on top of weights and inputs, in the dtype of the model.
 
     Attributes:
         outside: The moments outside attention that may be its peak.
-        layers: What is held when each self-attention layer begins, with its output.
+        layers: Memory in use when each self-attention layer begins, including its output.
     """
 
     outside: tuple[Moment, ...]
     layers: tuple[Moment, ...]
 
     def peak(self, length: int, needed: Iterable[int]) -> int:
-        """The most bytes held at once.
+        """Peak memory in bytes.
 
         Args:
             length: Positions of the sequence.
@@ -73,7 +73,7 @@ class Footprint:
 
 
 class Held(TorchDispatchMode):
-    """While active, follows how many bytes the tensors occupy that were created since, also on the meta device.
+    """Tracks the bytes of all tensors created inside the context, also on the meta device.
 
     Attributes:
         now: Bytes at present.
@@ -114,19 +114,19 @@ def _storages(values: Any) -> Iterable[torch.UntypedStorage]:
 
 
 def observed(lengths: tuple[int, int], shorter: Sequence[int], longer: Sequence[int]) -> Iterator[Moment]:
-    """The moments of two runs; those of the longer one, as proportional to its length, if an operation more sets them apart."""
+    """Fit moments to two runs; if the longer run has more operations, take its moments as proportional to the length."""
     if len(shorter) != len(longer):
-        return (Moment(0, held / lengths[1]) for held in longer)
-    return (Moment.through(lengths, held) for held in zip(shorter, longer, strict=True))
+        return (Moment(0, size / lengths[1]) for size in longer)
+    return (Moment.through(lengths, size) for size in zip(shorter, longer, strict=True))
 
 
 def highest(moments: Iterable[Moment]) -> tuple[Moment, ...]:
-    """Those moments that no other one exceeds at every length."""
-    kept: list[Moment] = []
+    """The moments that can be the peak at some length."""
+    envelope: list[Moment] = []
     for moment in sorted(set(moments), key=lambda one: (one.per_position, one.fixed), reverse=True):
-        if not kept or moment.fixed > kept[-1].fixed:
-            kept.append(moment)
-    return tuple(kept)
+        if not envelope or moment.fixed > envelope[-1].fixed:
+            envelope.append(moment)
+    return tuple(envelope)
 
 
 _PROBE_LENGTH = 48
@@ -189,7 +189,7 @@ class Anatomy:
         flops_per_pair: The same per pair of positions: cross-attention between two parts that both grow with the
             length.
         flops_fixed: The same, independent of the length.
-        footprint: What its forward pass holds in memory.
+        footprint: Memory of its forward pass.
     """
 
     family: str
@@ -230,27 +230,26 @@ class _Kind:
 
 _RESTRICTED = "restricts its attention with its own mask (a sliding window, chunks, or one that it builds itself)"
 _BIASED = "adds its own mask or bias to the scores of its attention (as relative positions do, or the shifted windows of a Swin model)"
-# The module, the shapes of its queries and keys, the factor of the scores, and further keywords. Tensors would be held
-# too long.
+# The module, the shapes of its queries and keys, the factor of the scores, and further keywords. Storing tensors would keep their memory in use.
 _Call = tuple[nn.Module, torch.Size, torch.Size, float | None, dict[str, Any]]
 
 
 class _Observer:
-    """Replaces attention: returns the values, and records how each module calls it and what is held in memory then."""
+    """Replaces attention: returns the values, and records how each module calls it and the memory in use then."""
 
     def __init__(self) -> None:
         self.calls: list[_Call] = []
-        self.held = Held()
+        self.memory = Held()
         self.begun: list[int] = []
-        # What the attention does that no mechanism can; None if that is nothing.
-        self.own: str | None = None
+        # What the attention does that no mechanism supports, if anything.
+        self.unsupported: str | None = None
 
     def run(self, model: Any, inputs: dict[str, Tensor]) -> None:
-        """Observe one forward pass; what was observed before is forgotten."""
-        self.calls, self.begun, self.held = [], [], Held()
-        with torch.no_grad(), self.held:
+        """Observe one forward pass, and discard earlier observations."""
+        self.calls, self.begun, self.memory = [], [], Held()
+        with torch.no_grad(), self.memory:
             model(**inputs)
-        if self.held.draws:
+        if self.memory.draws:
             raise ApproxError(
                 f"{type(model).__name__} draws random numbers in its forward pass, also when it does not train, so no two of its outputs "
                 "can be compared. It cannot be converted.",
@@ -270,14 +269,14 @@ class _Observer:
     ) -> tuple[Tensor, None]:
         if attention_mask is not None:
             # `mask` gives none, so this one is the model's own.
-            self.own = _BIASED if attention_mask.is_floating_point() else _RESTRICTED
+            self.unsupported = _BIASED if attention_mask.is_floating_point() else _RESTRICTED
         self.calls.append((module, query.shape, key.shape, scaling, kwargs))
-        self.begun.append(self.held.now + query.numel() * query.element_size())
+        self.begun.append(self.memory.now + query.numel() * query.element_size())
         return values_only(module, query, key, value)
 
     def mask(self, *args: Any, mask_function: Any = causal_mask_function, **kwargs: Any) -> None:
         if mask_function not in (causal_mask_function, bidirectional_mask_function):
-            self.own = _RESTRICTED
+            self.unsupported = _RESTRICTED
 
 
 def anatomy(config: Any, model_class: type) -> Anatomy:
@@ -345,15 +344,15 @@ def _on_cpu(value: Any) -> Any:
 
 
 class _Passes(NamedTuple):
-    """What was observed of forward passes of two lengths.
+    """Observations of forward passes of two lengths.
 
     Attributes:
         model: The model, on the meta device.
         lengths: Positions of each pass.
         flops: Floating-point operations of each.
         calls: Attention calls of each.
-        moments: What each holds in memory, and when.
-        begun: What each held when each call began.
+        moments: Memory in use over the course of each.
+        begun: Memory in use in each when each call began.
         last: Calls of the longer pass, with fewer tokens in the decoder if there is one.
     """
 
@@ -397,7 +396,7 @@ def _passes(kind: _Kind, observer: _Observer, name: str, *, whole_numbers: bool)
                 observer.run(model, inputs)
             flops.append(counter.get_total_flops())
             calls.append(observer.calls)
-            moments.append(observer.held.moments)
+            moments.append(observer.memory.moments)
             begun.append(observer.begun)
         if "decoder_input_ids" in inputs:
             # With equal lengths, cross-attention would look like self-attention.
@@ -422,7 +421,7 @@ def _observe(kind: _Kind) -> Anatomy:
         raise
     except Exception as error:
         if _parts(config):
-            # One that reads text alone is converted in its text model; this one needs its other parts too.
+            # A model that reads only text is converted through its text model; this one needs its other parts.
             raise _of_several(config, model_class) from error
         remedy = "If stock transformers runs this model, the family is not supported; otherwise fix its config.json."
         if _lacks_values(error):
@@ -434,12 +433,12 @@ def _observe(kind: _Kind) -> Anatomy:
         ) from error
 
     model, lengths, flops, calls, moments, begun, last_calls = seen
-    cross, own, layers, per_pair = [], [], [], 0
+    cross, self_attention, layers, per_pair = [], [], [], 0
     for *pair, starts, last in zip(*calls, zip(*begun, strict=True), last_calls, strict=True):
         if _is_cross(*pair, last):
             cross.append(pair)
         else:
-            own.append(pair)
+            self_attention.append(pair)
             layers.append(Moment.through(lengths, starts))
     for pair in cross:
         if not _is_cross(*pair):
@@ -452,7 +451,7 @@ def _observe(kind: _Kind) -> Anatomy:
     return Anatomy(
         family=config.model_type,
         architecture=model_class.__name__,
-        sites=_sites(model, observer.own, own),
+        sites=_sites(model, observer.unsupported, self_attention),
         cross_attention=len(cross),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         positions=positions.limit(config),

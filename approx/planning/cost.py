@@ -19,8 +19,8 @@ class Cost:
         flops_outside: Floating-point operations outside self-attention.
         flops_exact: Operations of exact attention in all self-attention layers.
         flops_planned: The same under the plan.
-        memory_exact: The most bytes that the whole pass holds at once beside weights and inputs, with exact attention,
-            in float32: what `bench` measures.
+        memory_exact: Peak memory of the whole pass in bytes, on top of weights and inputs, with exact attention, in
+            float32: what `bench` measures.
         memory_planned: The same under the plan.
         seconds: Seconds of sound in the sequence; None for text and images.
     """

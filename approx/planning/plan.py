@@ -17,7 +17,7 @@ from approx.mechanisms.refusals import refusals
 from approx.planning.anatomy import Anatomy, Site
 from approx.planning.rule import KEYS, Rule, unwrapped
 from approx.seam.dispatch import parts
-from approx.validation import told, validate
+from approx.validation import error_lines, validate
 from approx.yaml_text import Document
 
 
@@ -339,7 +339,7 @@ class Plan:
             rule, wrong = validate(Rule, item, f"rule {number + 1}", _place(data, number))
             rules.append(rule)
             mistakes += wrong
-        if lines := told(mistakes, source, document):
+        if lines := error_lines(mistakes, source, document):
             raise ApproxError("\n".join(lines))
         return cls(tuple(rules))
 

@@ -157,8 +157,8 @@ def _kinds(steps: Mask, causal: bool) -> NDArray[np.intp]:
     kinds[~steps.any(0)] = _NOTHING
     if causal:
         kinds[np.triu_indices(len(kinds), 1)] = _FUTURE
-    own = np.flatnonzero(np.diagonal(steps.any(0)))
-    kinds[own, own] = _OWN
+    seen = np.flatnonzero(np.diagonal(steps.any(0)))
+    kinds[seen, seen] = _OWN
     return kinds
 
 
@@ -219,12 +219,12 @@ def _edges(axes: Axes, mask: Mask, level: int, reached: Mask, colour: str) -> No
 
 def _nodes(axes: Axes, level: int, lit: Mask, chosen: int | None) -> None:
     for position, on in enumerate(lit):
-        own = position == chosen
+        is_chosen = position == chosen
         axes.plot(
             [position],
             [level],
             marker="o",
-            markersize=9 if own else 6.5,
+            markersize=9 if is_chosen else 6.5,
             markerfacecolor=OWN if on else "white",
             markeredgecolor=OWN if on else PALE,
             markeredgewidth=1.2,

@@ -231,7 +231,7 @@ def training_figure(trained: Trained, colour: str, identity: str) -> Markup | No
                         values,
                         color=colour,
                         linewidth=1.4,
-                        # A line of one point would not be seen.
+                        # A line of a single point is invisible.
                         marker="o" if key == "validation" or len(points) == 1 else None,
                         markersize=3,
                     )
@@ -278,7 +278,7 @@ def write_pictures(pictures: dict[str, dict[str, bytes]], folder: Path) -> list[
     return written
 
 
-# Of mechanisms without a colour of their own.
+# For mechanisms without a colour.
 _OTHER_COLOURS = ("#c8518f", "#8a9a2b", "#b5813a", "#4aa0c8", "#d05a5a", "#6f7bd8")
 _MARKERS = "osD^vPX*"
 _RATIOS = [2.0**power for power in range(-7, 8)]
@@ -293,12 +293,12 @@ _WIDEST_MARGIN = 3
 
 def colours(record: Record) -> dict[str, str]:
     """The colour of each variant: that of the mechanism of most of its converted layers, exact ones aside."""
-    exact, own, chosen = _facts("always_exact"), _facts("colour"), {}
+    exact, colour_of, chosen = _facts("always_exact"), _facts("colour"), {}
     for variant in record.variants:
         counts = Counter(layer.mechanism for layer in variant.layers)
         approximate = {name: number for name, number in counts.items() if not exact.get(name)} or counts
         mechanism = min(approximate, key=lambda name: (-approximate[name], name)) if approximate else "full"
-        chosen[variant.name] = own.get(mechanism) or _other_colour(mechanism)
+        chosen[variant.name] = colour_of.get(mechanism) or _other_colour(mechanism)
     # A record that was edited may measure variants that it does not describe.
     measured = [entry.name for part in (*record.quality, *record.speed) for entry in part.variants]
     return {name: _other_colour(name) for name in measured} | chosen
@@ -326,7 +326,7 @@ def speed_figure(rows: list[Speed], record: Record, identity: str) -> Markup | N
     """
     measured = [row.length for row in rows]
     relative = [(row, one) for row in rows for one in (*row.variants, *([row.ceiling] if row.ceiling else []))]
-    # What ran out of memory is marked too.
+    # Variants that ran out of memory are marked too.
     if all(one.status == "ok" and row.believed(one).ratio is None and row.base.status == "ok" for row, one in relative):
         return None
 
@@ -346,7 +346,7 @@ def speed_figure(rows: list[Speed], record: Record, identity: str) -> Markup | N
             color=INK,
             linestyle=(0, (5, 3)),
             linewidth=1.2,
-            # A line of one point would not be seen.
+            # A line of a single point is invisible.
             marker="_" if len(ceiling) == 1 else None,
             markersize=14,
             label="ceiling: attention removed" if ceiling else None,
@@ -558,7 +558,7 @@ def _short(name: str) -> str:
 
 
 def _points_axis(axes: Axes) -> None:
-    """Make the axis logarithmic beyond ±2 points, so that small differences stay visible beside large ones."""
+    """Make the axis logarithmic beyond ±2 points, so that small differences stay visible next to large ones."""
     digits = 1
     if max(map(abs, axes.get_ylim())) > _LINEAR_POINTS * 5:
         low, high = axes.get_ylim()

@@ -26,7 +26,7 @@ def joined(records: Sequence[Record]) -> list[Record]:
         if record in records[:number]:
             raise ApproxError(f"The record '{record.title}' was given twice. Give each record once.")
         place = len(made)
-        # What a record has grown to may fit one that it did not fit before.
+        # A merged record may now match another one, so look again.
         while (found := next((n for n, other in enumerate(made) if not hindrance(other, record)), None)) is not None:
             place, record = found, _join(made.pop(found), record)
         made.insert(place, record)
@@ -143,7 +143,7 @@ def _join(one: Record, other: Record) -> Record:
     )
 
 
-# Where a variant is worth more than exact attention.
+# Lengths at which a variant beats exact attention.
 PAYS = ("faster", "exact out of memory")
 
 Entry = TypeVar("Entry", QualityVariant, SpeedVariant)
@@ -387,9 +387,9 @@ def _advice(variant: Variant, record: Record) -> Advice:
     pays = f"it is faster {_where(starts, groups)}" if starts else ""
     unknown = [_unknown_quality(tasks, starts), "" if starts else _unknown_speed(kinds)]
     if any(unknown):
-        return Advice(name, "not settled", "; ".join(part for part in (pays, _kept(tasks), *unknown) if part))
+        return Advice(name, "not settled", "; ".join(part for part in (pays, _retained(tasks), *unknown) if part))
     gain = _gain(starts, name)
-    return Advice(name, "use", f"{_where(starts, groups)} ({wording.times(gain)}): {_kept(tasks)}", gain)
+    return Advice(name, "use", f"{_where(starts, groups)} ({wording.times(gain)}): {_retained(tasks)}", gain)
 
 
 def _lost(tasks: list[Tested]) -> str:
@@ -400,7 +400,7 @@ def _lost(tasks: list[Tested]) -> str:
     return f"it {wording.loss(entry, task)} on {task.task}{more}, beyond the margin of {wording.margin(entry, task)}{chance}"
 
 
-def _kept(tasks: list[Tested]) -> str:
+def _retained(tasks: list[Tested]) -> str:
     """The quality where it is known: no loss on glue/sst2 at a margin of 0.5 points."""
     texts = [
         f"{entry.verdict} on {task.task} at a margin of {wording.margin(entry, task)}"

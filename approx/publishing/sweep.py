@@ -157,7 +157,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Results:
-    """What the cells of a sweep came to.
+    """The results of a sweep's cells.
 
     Attributes:
         quality: A row for each checkpoint, task and plan, best first.

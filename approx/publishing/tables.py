@@ -141,11 +141,11 @@ def layer_error_table(variants: list[Variant]) -> dict[str, Any] | None:
     layers = sorted({int(layer) for _, receipt in measured for layer in receipt["errors"]})
     rows = []
     for name, receipt in measured:
-        kept = receipt.get("captured_mass") or {}
+        captured = receipt.get("captured_mass") or {}
         cells = [
             {
                 "error": wording.percent(receipt["errors"].get(str(layer))),
-                "kept": wording.percent(kept[str(layer)], 1) if kept.get(str(layer)) is not None else None,
+                "kept": wording.percent(captured[str(layer)], 1) if captured.get(str(layer)) is not None else None,
             }
             for layer in layers
         ]

@@ -13,7 +13,7 @@ PLAIN = ("reference", "tiles")
 
 
 class Scored(Protocol):
-    """What is known of a task and its examples, in a record or a sweep."""
+    """A task and its examples, in a record or a sweep."""
 
     @property
     def fraction(self) -> bool:
@@ -37,7 +37,7 @@ class Scored(Protocol):
 
     @property
     def details(self) -> str:
-        """What tells evaluations of one split apart."""
+        """The settings in which evaluations of one split differ."""
         ...
 
 

@@ -1,1 +1,1 @@
-"""Push a converted folder to a hub: preflight, model card, upload, and a comparison with what comes back."""
+"""Push a converted folder to a hub: preflight, model card, upload, and a comparison of the downloaded copy."""

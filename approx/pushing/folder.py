@@ -1,4 +1,4 @@
-"""The folder as it will be on the hub: checked, scrubbed, with the results and the card for its place there."""
+"""The folder as it will be on the hub: checked, scrubbed, with results and model card."""
 
 import json
 import shutil
@@ -88,8 +88,7 @@ def _check_code(source: Source, by: str) -> list[str]:
     """Notes about the code of a folder that a version of approx wrote.
 
     Raises:
-        ApproxError: if the folder holds or names other code than this version writes, and other than the files of an
-            earlier one.
+        ApproxError: if the folder holds or names code that approx did not write.
     """
     differing = differences(source.folder, source.config, source.stock_class)
     if foreign := never_ours(differing) if by != __version__ else list(differing):
@@ -137,9 +136,9 @@ def stage(
         ApproxError: if a record is not about this folder, a file holds something private, or the card is not valid.
     """
     source, here = checked.opened.source.folder, private_here()
-    own = checked.opened.model
+    model = checked.opened.model
     for name in checked.files:
-        if name == CARD or (is_code(name) and name not in carried(own.config)):
+        if name == CARD or (is_code(name) and name not in carried(model.config)):
             continue
         path = target / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -149,11 +148,11 @@ def stage(
         shutil.copyfile(source / name, path)
         if path.suffix == ".json" and name != RECEIPT:
             rewritten(path, without_origins)
-    # Byte by byte that of the folder, unless an earlier version wrote it.
-    write_code(target, own.config, stock_class(type(own)))
+    # The same bytes as in the folder, unless an earlier version wrote it.
+    write_code(target, model.config, stock_class(type(model)))
     rewritten(
         target / "config.json",
-        lambda data: data | {"auto_map": auto_map(stock_class(type(own.config)), stock_class(type(own)))},
+        lambda data: data | {"auto_map": auto_map(stock_class(type(model.config)), stock_class(type(model)))},
     )
     results = results_of(
         _scrubbed_records(records, target / RECORDS, here), checked.receipt, pipeline_of(checked.opened)
@@ -167,7 +166,7 @@ def stage(
 
 
 def pin(checked: Checked, target: Path, published: Publication) -> None:
-    """Write the card again, with the commit that it tells to pin, and its hash into the manifest."""
+    """Write the card again with the commit that users should pin, and update its hash in the manifest."""
     write_card(target, checked.opened, checked.receipt, published)
     accept(target, [CARD])
 
@@ -188,7 +187,7 @@ def refuse_private(target: Path, known: str) -> None:
     if found:
         more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         raise ApproxError(
-            f"What would be pushed holds what should stay here: {'; '.join(found[:_SHOWN])}{more}. Remove it from the "
+            f"The files to push hold private data: {'; '.join(found[:_SHOWN])}{more}. Remove it from the "
             "base and convert again, or from the record.",
             Exit.REFUSED,
         )
@@ -224,8 +223,8 @@ def _publication(
     record = checked.opened.model.config.approx
     trained = [one for step in trainings(record) if (one := dataset_of(step.task))]
     datasets, metrics = list(dict.fromkeys([*trained, *results.datasets])), results.metrics
-    own = inherited(checked.opened.source.folder / CARD)
-    data: dict[str, Any] = {key: value for key, value in licence.items() if key not in own or key in said}
+    base_card = inherited(checked.opened.source.folder / CARD)
+    data: dict[str, Any] = {key: value for key, value in licence.items() if key not in base_card or key in said}
     data |= {"datasets": datasets} if datasets else {}
     if results.evaluations:
         data |= {"metrics": metrics, "model_name": repo.split("/")[-1], "eval_results": results.evaluations}
@@ -233,7 +232,7 @@ def _publication(
 
 
 def _check_card(path: Path) -> None:
-    """Check a card as far as that goes without a hub: its metadata are read back the same.
+    """Check a card without a hub: its metadata must be unchanged when they are read back.
 
     Raises:
         ApproxError: if it is not valid.

@@ -20,7 +20,7 @@ from huggingface_hub import constants, get_token
 from approx.errors import ApproxError, Exit
 
 # Forms of access tokens and keys. detect-secrets has had no release since May 2024 and lacks several of these.
-# Each begins with letters that are found fast, or has a hint that a text without a secret lacks.
+# The hint is a text that every match contains; a fast search for it spares most regular expressions.
 _FORMS = tuple(
     (hint, re.compile(pattern))
     for hint, pattern in (
@@ -60,17 +60,17 @@ _FORMS = tuple(
         ("://", r"://[^\s/@:\"'<>]*:[^\s/@\"'<>]+@"),
     )
 )
-# The user's part of an address, with or without a password.
+# User name and password of an address.
 _CREDENTIALS = re.compile(r"(?i)([a-z][a-z0-9+.-]*://)[^\s/@\"'<>]+@")
-# Forty letters that only a key of AWS has so mixed; a hash has fewer kinds, and a name repeats its letters.
+# Forty characters as mixed as a key of AWS; a hash has fewer kinds, and a name repeats its letters.
 _KEY = re.compile(r"(?<![A-Za-z0-9/+=._-])[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+=._-])")
 _MIXED = 4.4
 _BASE64 = re.compile(r"(?<![A-Za-z0-9+/=])[A-Za-z0-9+/]{24,2000}={0,2}(?![A-Za-z0-9+/=])")
-# As JSON, YAML and addresses write letters.
+# Escapes of JSON, YAML and addresses.
 _ESCAPES = re.compile(r"\\u([0-9a-fA-F]{4})|\\x([0-9a-fA-F]{2})|%([0-9a-fA-F]{2})|\\(/)")
 _SECRET_VARIABLE = re.compile(r"TOKEN(?!IZER)|SECRET|PASSWORD|PASSWD|API_?KEY|CREDENTIAL")
 _SHORTEST_SECRET, _LONG = 8, 16
-# A share of a network, where backslashes stand for themselves.
+# A network share, in a text without escapes.
 _SHARE = re.compile(r"(?<![\w\\])\\{2}[\w.-]{2,}\\[\w$.-]{2,}(?:\\[\w$.-]+)*")
 _PLAIN = {".md", ".txt"}
 # Folders whose paths exist on one machine only. What follows a scheme or another path is part of an address.
@@ -80,7 +80,7 @@ _PATHS = re.compile(
     r"|(?<!\\)\\{4}[\w.-]{2,}\\{2}[\w$.-]+(?:\\{1,2}[\w$.-]+)*"
     r"|(?<![\w./])[A-Za-z]:\\{1,2}[\w .$-]+(?:\\{1,2}[\w .$-]+)+|(?<![\w./])~/[\w.@+-]+(?:/[\w.@+-]+)*"
 )
-# As a record may name them: any path that begins with a folder and not with a name.
+# For records, where any path that does not begin with a bare name is private.
 _ANY_PATH = re.compile(r"(?<![\w.:/<>~])(?:(?:~|\.{1,2})/|/(?=[\w.@+-]+/))(?:[\w.@+-]+/)*[\w.@+-]+")
 # Names of accounts that say nothing about their user.
 _ANYBODY = {
@@ -170,7 +170,7 @@ def findings(file: Path, name: str, here: Private, known: str) -> list[str]:
         found += _names(json.dumps((_json(_text(file)) or {}).get("__metadata__"), ensure_ascii=False), here, known)
     if file.suffix == ".json" and not vocabulary:
         found += [(text.find(said), f"the typed command {said[:40]}") for said in _commands(_json(text))]
-    # A key may stand before the ending of a name.
+    # A file name may be a key with an ending.
     words = f"{_decoded(name)} {re.sub(r'[/.]', ' ', _decoded(name))}"
     shown = "a file" if any(True for _ in _secrets(words, here, vocabulary=False)) else name
     lines = {f"{shown}, line {text.count(chr(10), 0, max(at, 0)) + 1}: {what}" for at, what in found}
@@ -198,7 +198,7 @@ def _secrets(text: str, here: Private, *, vocabulary: bool) -> Iterator[int]:
 
 
 def _formed(text: str) -> Iterator[re.Match[str]]:
-    """What has the form of a secret."""
+    """Matches of the forms of secrets."""
     for hint, pattern in _FORMS:
         if hint in text:
             yield from pattern.finditer(text)
@@ -273,7 +273,7 @@ def _is_origin(key: str, value: Any) -> bool:
 
 
 def _without(text: str, here: Private) -> str:
-    # What escapes hide is only found without them, and a secret may look like one.
+    # Escapes may hide a secret, and a secret may look like an escape.
     for resolve in (str, _decoded):
         if (plain := resolve(text)) == text or is_private(plain, here):
             text = plain

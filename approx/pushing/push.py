@@ -1,4 +1,4 @@
-"""Push a converted folder to a hub: rehearse it, upload it, load it again; or write what would be pushed."""
+"""Push a converted folder to a hub: rehearse it, upload it, load it again; or write its files to a folder."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -99,7 +99,7 @@ def upload_folder(
         The outcome: url, commit, pull_request, uploaded (names of files), identical, check.
 
     Raises:
-        ApproxError: if the folder, a record, the token or the repository is refused, the hub fails, or what comes back
+        ApproxError: if the folder, a record, the token or the repository is refused, the hub fails, or the downloaded copy
             computes something else (exit code 6).
     """
     refuse_bad_words(repo, revision, message)
@@ -124,7 +124,7 @@ def upload_folder(
         refuse_surprises(hub, state, public=public, create_pr=create_pr, force=force)
         published = _pinned(hub, state, checked, staged, published)
         changes = hub.changes(staged, state)
-        # A new branch leaves what was edited on main as it is.
+        # A new branch does not touch edits on main.
         if not (force or create_pr or not state.branch) and (edited := hub.edited(state, changes)):
             raise ApproxError(
                 f"{repo} was edited on the hub since it was pushed: {', '.join(edited)}. Take the edits over, or write "
@@ -170,7 +170,7 @@ def _state(hub: Remote, user: str, staged: Path, *, create_pr: bool) -> RemoteSt
 
 
 def _pinned(hub: Remote, state: RemoteState, checked: Checked, staged: Path, published: Publication) -> Publication:
-    """Give the card the commit that the hub's card pins, if that commit holds the model as it is here."""
+    """Pin the commit that the hub's card pins, if the model in that commit equals the local one."""
     if CARD not in state.files:
         return published
     found = _PINNED.search(hub.read(state, CARD).decode("utf-8", "replace"))
@@ -179,7 +179,7 @@ def _pinned(hub: Remote, state: RemoteState, checked: Checked, staged: Path, pub
         try:
             then = hub.state(commit)
         except ApproxError:
-            # The commit was squashed away.
+            # The commit no longer exists: the history was squashed.
             continue
         if then.branch and not set(hub.changes(staged, then).written) - set(_CARD_FILES):
             pinned = replace(published, revision=commit)
@@ -233,7 +233,7 @@ def _written(
         folder.pin(checked, staged, replace(published, revision=commit))
         changes = Changes(list(_CARD_FILES), [], [])
     elif not (changes.written or changes.deleted):
-        # A new branch with what main holds already.
+        # The new branch equals main.
         return str(commit), request, ref
     made = hub.commit(staged, changes, f"{message}: the card pins {str(commit)[:12]}", parent=commit, revision=ref)
     return made.oid, request, ref
@@ -251,8 +251,7 @@ def _compared(hub: Remote, checked: Checked, commit: str, target: Path) -> Any:
         check, problem = None, str(error)
     if problem:
         raise ApproxError(
-            f"{hub.repo} was uploaded, but what was downloaded again is not the same: {problem} Push it again with "
-            "--force.",
+            f"{hub.repo} was uploaded, but its downloaded copy differs: {problem} Push it again with --force.",
             Exit.VERIFICATION,
         )
     return check
@@ -339,7 +338,7 @@ def push(
         base_model: Model id of the base on the hub, for a model that was converted from a local copy.
         license: The licence, by the hub's name; by default that of the base, where it is known.
         language: Codes of the languages; by default those of the base, where they are known.
-        dry_run: A folder to write what would be pushed into; nothing is sent.
+        dry_run: A folder to write the files into instead of pushing them.
         force: Whether files that were edited on the hub, or an existing `dry_run`, are written over.
         offline: With `dry_run`: whether the hub may not be asked for the licence of the base.
         agree: Called with what would be uploaded; false stops the push before anything is written.
@@ -349,7 +348,7 @@ def push(
         The outcome: url, commit, uploaded, identical, …; with `dry_run` the folder, its files and the card.
 
     Raises:
-        ApproxError: if the folder, a record, the token or the repository is refused, the hub fails, or what comes back
+        ApproxError: if the folder, a record, the token or the repository is refused, the hub fails, or the downloaded copy
             computes something else (exit code 6).
     """
     said = stated(base_model, license, language)

@@ -51,11 +51,11 @@ def hub_errors(doing: str, repo: str, *, create_pr: bool = False) -> Iterator[No
     except (ApproxError, KeyboardInterrupt):
         raise
     except Exception as error:
-        # Which HTTP library raises depends on the version of the client, and uploads wrap its errors.
+        # The client's version decides which HTTP library raises, and uploads wrap its errors.
         chain = _chain(error)
         answered = next((one for one in chain if isinstance(one, errors.HfHubHTTPError)), None)
         if _REJECTED in str(error):
-            # The client names the mistakes itself; the answer behind it has no more.
+            # The client's message lists the mistakes; the response adds nothing.
             answered = None
         said = " ".join(_clean(str(one)) for one in chain)
         made = _answered(answered, doing, repo, said, create_pr=create_pr) if answered else _silent(error, doing, said)
@@ -63,7 +63,7 @@ def hub_errors(doing: str, repo: str, *, create_pr: bool = False) -> Iterator[No
 
 
 def _silent(error: Exception, doing: str, said: str) -> ApproxError:
-    """The error if the hub answered nothing, or nothing that the client understands."""
+    """The error if the hub did not answer, or the client cannot read its answer."""
     if "xet" in said and "404" in said:
         return ApproxError(
             f"{doing}: {constants.ENDPOINT} has no Xet storage, through which the client uploads. Set "
@@ -180,13 +180,13 @@ def _chain(error: BaseException | None) -> list[BaseException]:
 
 
 def _clean(text: str) -> str:
-    """One line, without the token, which a server could repeat."""
+    """One line, without the token: a server may echo it."""
     token = get_token()
     return " ".join((text.replace(token, "…") if token else text).split())
 
 
 _FIELDS = ("license", "license_name", "license_link", "language")
-# As the hub writes them: `apache-2.0`; `en`, `zh-Hant` or `multilingual`.
+# The hub's form: `apache-2.0`; `en`, `zh-Hant` or `multilingual`.
 _LICENCE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
 _LANGUAGE = re.compile(r"[a-z]{2,3}(?:-[A-Za-z0-9]+)*|multilingual|code")
 
@@ -195,7 +195,7 @@ def stated(base_model: str | None, license: str | None, language: str | Sequence
     """Fields of a card that the user states.
 
     Raises:
-        ApproxError: if one is not what the hub's cards may say.
+        ApproxError: if one is not valid on the hub.
     """
     fields: dict[str, Any] = {}
     if base_model is not None:
@@ -237,10 +237,10 @@ def licence(checked: Checked, said: Mapping[str, Any], *, public: bool) -> dict[
     known = "license" in {**inherited(checked.opened.source.folder / CARD), **said}
     if base is None or (known and not public):
         return {}
-    return told_by_the_hub(base, public=public)
+    return licence_from_hub(base, public=public)
 
 
-def told_by_the_hub(base: str, *, public: bool) -> dict[str, Any]:
+def licence_from_hub(base: str, *, public: bool) -> dict[str, Any]:
     """Licence and language of a base on the hub; empty if it is no longer there.
 
     Raises:
@@ -252,7 +252,7 @@ def told_by_the_hub(base: str, *, public: bool) -> dict[str, Any]:
         except errors.GatedRepoError:
             raise
         except errors.RepositoryNotFoundError:
-            # It was deleted, or belongs to somebody else; what is known without it has to do.
+            # It was deleted or is private to others, so go on without its fields.
             return {}
     if info.gated and public:
         raise ApproxError(
@@ -300,7 +300,7 @@ class Changes:
 
     Attributes:
         written: Paths that are new or differ.
-        deleted: Paths of an earlier push that the folder has no longer.
+        deleted: Paths of an earlier push that are no longer in the folder.
         kept: Paths that are the same.
     """
 
@@ -337,7 +337,7 @@ class Remote:
         return str(who.get("name"))
 
     def state(self, revision: str | None = None) -> RemoteState:
-        """What the branch holds now; a new branch begins with what main holds, and without a repository there is nothing."""
+        """The files and the newest commit of the branch: those of main for a new branch, none for a new repository."""
         asked = revision or self.revision
         with hub_errors("Reading the repository", self.repo):
             try:
@@ -372,7 +372,7 @@ class Remote:
             try:
                 self.api.auth_check(self.repo, write=True)
             except errors.HfHubHTTPError as error:
-                # Not every hub answers this question; then the upload does.
+                # Some hubs lack this endpoint; there the upload fails instead.
                 if error.response.status_code in (401, 403):
                     raise no_access(self.repo) from error
 
@@ -380,12 +380,14 @@ class Remote:
         """Compare a folder with what a branch holds."""
         local = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
         sealed = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
-        kept = [name for name, path in local.items() if name in state.files and self._same(path, state, name, sealed)]
+        unchanged = [
+            name for name, path in local.items() if name in state.files and self._same(path, state, name, sealed)
+        ]
         earlier = self.manifest(state)
         return Changes(
-            [name for name in local if name not in kept],
+            [name for name in local if name not in unchanged],
             sorted(name for name in earlier if name in state.files and name not in local),
-            kept,
+            unchanged,
         )
 
     def edited(self, state: RemoteState, changes: Changes) -> list[str]:
@@ -457,7 +459,7 @@ class Remote:
             )
             return [f"{_REQUESTS}{one.num}" for one in listed]
         except Exception:
-            # Opening one gives the error.
+            # A failure shows when one is opened.
             return []
 
     def download(self, commit: str, folder: Path) -> Path:
@@ -474,7 +476,7 @@ class Remote:
         content = path.read_bytes()
         if entry.blob_id == hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest():
             return True
-        # Not every hub names files as git does.
+        # Some hubs have other blob ids than git.
         return self.read(state, name) == content
 
     def _has(self, state: RemoteState, name: str, digest: str) -> bool:
@@ -507,7 +509,7 @@ def endpoint() -> str:
 
 
 def refuse_bad_words(repo: str, revision: str | None, message: str | None) -> None:
-    """Check what a user says of a push, without a network.
+    """Check the arguments of a push without a network.
 
     Raises:
         ApproxError: if `repo` is not owner/name, the revision is empty, or the message holds something private.
@@ -520,7 +522,7 @@ def refuse_bad_words(repo: str, revision: str | None, message: str | None) -> No
 def check_permission(
     repo: str, *, base: str | None, public: bool = False, create_pr: bool = False, revision: str | None = None
 ) -> None:
-    """Ask the hub whether a push would be allowed, long before it.
+    """Ask the hub in advance whether a push would be allowed.
 
     Args:
         repo, public, create_pr, revision: As for `approx.push`.
@@ -534,11 +536,11 @@ def check_permission(
     hub.user(reads_only=create_pr)
     refuse_surprises(hub, hub.state(), public=public, create_pr=create_pr, force=False)
     if base is not None and public:
-        told_by_the_hub(base, public=True)
+        licence_from_hub(base, public=True)
 
 
 def refuse_surprises(hub: Remote, state: RemoteState, *, public: bool, create_pr: bool, force: bool) -> None:
-    """Raise if the token may not write, or the repository is public against the user's expectation, or is another model's."""
+    """Raise if the token may not write, or the repository is unexpectedly public or holds another model."""
     if state.exists and not state.private and not public:
         raise ApproxError(
             f"{hub.repo} exists and is public, but pushes are private without --public. Say --public, or choose "

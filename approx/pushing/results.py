@@ -23,9 +23,9 @@ from approx.tasks import TASKS, open_task
 from approx.tasks.glue import GLUE
 from approx.tasks.librispeech import LIBRISPEECH
 
-# Tasks that read one dataset of the hub; others read the user's own texts, or make their examples.
+# Tasks that read one dataset of the hub; others read the user's files or generate examples.
 _OFFICIAL = ("glue/", "squad", "librispeech/")
-# Our name of a metric -> the hub's.
+# Name of a metric -> its name on the hub.
 _METRICS = {
     "answer_f1": "f1",
     "matthews": "matthews_correlation",
@@ -71,7 +71,7 @@ def results_of(records: Iterable[Path], receipt: Receipt, pipeline: str | None) 
 
     Args:
         records: Files of records, scrubbed.
-        receipt: Receipt of the model, which tells it from the other variants of a record.
+        receipt: Receipt of the model, which identifies its variant in a record.
         pipeline: The hub's name of what the model does.
 
     Raises:
@@ -90,32 +90,32 @@ def results_of(records: Iterable[Path], receipt: Receipt, pipeline: str | None) 
 
 
 def dataset_of(task: str | None) -> str | None:
-    """The hub's id of a task's dataset; None if its texts are the user's own or made."""
+    """The hub's id of a task's dataset; None if its examples are the user's files or generated."""
     return open_task(task).dataset if task is not None and task in TASKS and task.startswith(_OFFICIAL) else None
 
 
 def _of_record(path: Path, read: Record, receipt: Receipt, pipeline: str | None, made: Results) -> None:
     name = _variant(path, read, receipt)
-    own = read.model_copy(
+    selected = read.model_copy(
         update={
             "variants": [one for one in read.variants if one.name == name],
             "quality": [_quality_of(task, name) for task in read.quality if variant_of(task.variants, name)],
             "speed": [_speed_of(row, name) for row in read.speed if variant_of(row.variants, name)],
         }
     )
-    groups, environment = speed_groups(own.speed), own.environment
+    groups, environment = speed_groups(selected.speed), selected.environment
     made.sections.append(
         {
             "file": path.name,
-            # What one record lacks, another may have.
-            "sentences": [one for one in answers(own)[0].sentences if not one.endswith(" was not measured.")],
-            "quality": [quality_table(task) for task in own.quality],
-            "speed": [speed_table(rows, own.crossover) for rows in groups],
+            # Another record may have that measurement.
+            "sentences": [one for one in answers(selected)[0].sentences if not one.endswith(" was not measured.")],
+            "quality": [quality_table(task) for task in selected.quality],
+            "speed": [speed_table(rows, selected.crossover) for rows in groups],
             "hardware": environment.get("gpu") or f"{environment.get('processor')}, {environment.get('cores')} cores",
             "versions": f"PyTorch {environment.get('torch')}, transformers {environment.get('transformers')}",
         }
     )
-    for task in own.quality:
+    for task in selected.quality:
         made.evaluations += _evaluations(task, pipeline)
         made.datasets += [one for one in [dataset_of(task.task)] if one and one not in made.datasets]
         entry = task.variants[0]
@@ -125,17 +125,17 @@ def _of_record(path: Path, read: Record, receipt: Receipt, pipeline: str | None,
             )
         elif entry.verdict != "no loss":
             made.cautions.append(f"On {task.task} the loss is not settled: {wording.verdict(entry, task)}.")
-    # Where it is too slow says nothing more about a model that loses too much.
-    if not any(task.variants[0].verdict == "loss beyond margin" for task in own.quality):
+    # Speed does not matter if the model loses too much.
+    if not any(task.variants[0].verdict == "loss beyond margin" for task in selected.quality):
         for rows in groups:
             made.cautions += _too_slow(rows, name)
 
 
 def _variant(path: Path, read: Record, receipt: Receipt) -> str:
     """Name of the variant with a receipt."""
-    own = receipt.model_dump(mode="json")
+    wanted = receipt.model_dump(mode="json")
     for one in read.variants:
-        if one.receipt is not None and Receipt.model_validate(one.receipt).model_dump(mode="json") == own:
+        if one.receipt is not None and Receipt.model_validate(one.receipt).model_dump(mode="json") == wanted:
             return one.name
     named = ", ".join(f"'{one.name}'" for one in read.variants) or "none"
     raise ApproxError(
@@ -163,7 +163,7 @@ def _evaluations(task: Quality, pipeline: str | None) -> list[EvalResult]:
         config, split = GLUE[config].hub, split.replace("dev", "validation")
     elif dataset_of(name):
         split = split.replace("dev", "validation")
-    # The score of the base stands in the tables: here it would be taken for another one of this model.
+    # Only scores of this model: the hub would list the base's score as another result of it.
     return [
         EvalResult(
             task_type=pipeline or "other",

@@ -65,7 +65,7 @@ class StateLayer(CacheLayerMixin):
         """Do nothing: the mechanism creates its state."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Keys and values not yet in the state: those given, after those of an ordinary layer."""
+        """Keys and values not yet in the state: those of an ordinary layer, then the new ones."""
         self.seen += key_states.shape[-2]
         if self.keys is not None and self.values is not None:
             key_states = torch.cat([self.keys, key_states], -2)
@@ -210,7 +210,7 @@ def take_layer(module: nn.Module) -> CacheLayerMixin | None:
 
 
 def _find_layer(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    # An interrupted call may have left one.
+    # An interrupted call may have left its layer.
     take_layer(module)
     cache = cache_of(kwargs)
     # Other caches were requested explicitly, or other code reads their keys, as Whisper's generation does.

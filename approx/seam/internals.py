@@ -147,7 +147,7 @@ def installed_model(layout: int, version: str, *, required: bool = False) -> Any
         layout: Format of the folder's config.
         version: Version of the package that wrote the folder; older ones may lack its mechanisms, and the next major
             version may compute them differently.
-        required: Whether the folder has no code of its own; whoever calls this then says what is missing.
+        required: Whether the folder has no code of its own; the caller then reports what is missing.
 
     Returns:
         `ApproxModel`, or None if no compatible package is installed and the folder's own code has to run.

@@ -48,10 +48,10 @@ class ApproxModel:
                 Exit.UNAVAILABLE,
             )
         attach(self, config.approx["sites"])
-        # Random features and learned maps need more than 16 bits; mechanisms cast their output instead. Each tensor is
-        # named, because transformers would otherwise convert integers to float32 too.
-        own = {name for name, t in self.state_dict().items() if ".mechanism." in name and t.is_floating_point()}
-        keep_in_float32(self, own)
+        # Random features and learned maps need more than 16 bits; mechanisms cast their output instead. Each tensor is named,
+        # because transformers would otherwise convert integers to float32 too.
+        fixed = {name for name, t in self.state_dict().items() if ".mechanism." in name and t.is_floating_point()}
+        keep_in_float32(self, fixed)
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
@@ -124,7 +124,7 @@ class ApproxModel:
         return sum((each for each in wanted if each is not None), torch.zeros(()))
 
     def step_attention(self, step: int) -> None:
-        """Tell the mechanisms that a training step, counted from 1, is done: some redraw their random state."""
+        """Notify the mechanisms of a finished training step, counted from 1: some redraw their random state."""
         for module in self.modules():
             if isinstance(module, Mechanism):
                 module.after_step(step)

@@ -21,7 +21,7 @@ Prefix = tuple[int, ...]
 Bonus = Callable[[Prefix, bool], float]
 """(characters of a text, whether it is complete) -> bonus for its log probability."""
 
-# Characters less likely than a frame's likeliest by more than this are not tried.
+# Characters whose log probability is lower than the frame's best by more than this are skipped.
 _HOPELESS = math.log(1e-6)
 _NEVER = -math.inf
 
@@ -33,7 +33,7 @@ def beam_search(frames: NDArray[np.float64], blank: int, beams: int, bonus: Bonu
         frames: Log probabilities of the outputs, [frames, outputs].
         blank: Index of the blank.
         beams: Number of prefixes kept after each frame.
-        bonus: Bonus of a language model; None for none.
+        bonus: Bonus of a language model, if any.
     """
 
     def rank(entry: tuple[Prefix, Sequence[float]]) -> float:

@@ -44,7 +44,7 @@ class Example:
 
     @property
     def unit(self) -> tuple[str, str]:
-        """What is resampled, searched or held out as a whole: the group, or the example itself."""
+        """The group, or the example itself: resampling, searching and splitting never divide it."""
         return ("example", self.id) if self.group is None else ("group", self.group)
 
     @property
@@ -58,7 +58,7 @@ class Example:
 
 @dataclass
 class Tally:
-    """What was read of a source.
+    """Counts of the rows read from a source.
 
     Args:
         read: Rows that hold an example: rows of a table, lines, files. With a limit, reading ends before the source
@@ -77,8 +77,8 @@ class Split:
     Args:
         name: Name of the split in records: `dev`, `train`, or the stem of the user's file.
         examples: At least one example.
-        subset: Whether rows of the full split are missing, which is shown beside the score.
-        notes: What was left out or changed, shown beside the score.
+        subset: Whether rows of the full split are missing, which is shown next to the score.
+        notes: What was left out or changed, shown next to the score.
         tally: Rows that were read and skipped; None if examples are not read from rows.
     """
 

@@ -197,7 +197,7 @@ def _pair(processor: Any, context: str, continuation: str) -> tuple[list[int], i
     if not stripped:
         begun = processor.bos_token_id if processor.bos_token_id is not None else processor.eos_token_id
         ids = processor(context + continuation, add_special_tokens=False, verbose=False)["input_ids"]
-        # Nothing predicts the first token if there is none before it.
+        # Without a token before it, the first token has no prediction.
         return (ids, len(ids) - 1) if begun is None else ([begun, *ids], len(ids))
     # With the tokenizer's own special tokens, such as the first token of Llama.
     whole, before = (processor(text, verbose=False)["input_ids"] for text in (context + continuation, stripped))
@@ -205,4 +205,4 @@ def _pair(processor: Any, context: str, continuation: str) -> tuple[list[int], i
 
 
 def _no() -> None:
-    """In place of a metric that does not exist."""
+    """The metric of a task whose metric is not known yet."""

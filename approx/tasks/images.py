@@ -79,7 +79,7 @@ class Picture:
 
         values = np.asarray(image)
         low, high = values.min(), values.max()
-        # 16 bits are often opened as 32; other values say nothing of what is black and white.
+        # Images of 16 bits are often opened as 32; the range of other values is unknown.
         wide = values.dtype.kind != "f" and (image.mode.startswith("I;16") or high > 255)
         if not (np.isfinite((low, high)).all() and low >= 0 and high <= (65_535 if wide else 1)):
             raise self._refused(f"has values from {low:g} to {high:g}, whose scale is not known")

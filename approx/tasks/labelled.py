@@ -90,7 +90,7 @@ class Classification(SequenceClassification):
             )
 
     def set_labels(self, order: Sequence[int]) -> str:
-        """The value of the setting `labels`; numbers would not do where the user named the classes."""
+        """The value of the setting `labels`: names, not numbers, if the user named the classes."""
         named = self._arranged is not None and self.labels != tuple(map(str, range(len(self.labels))))
         return ",".join(self.labels[index] for index in order) if named else super().set_labels(order)
 

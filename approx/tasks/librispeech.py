@@ -1,6 +1,6 @@
 """LibriSpeech: read speech with transcripts.
 
-Read from the official folders (`*.trans.txt` beside FLAC or WAV) or from the hub; ids are the same either way.
+Read from the official folders (`*.trans.txt` next to FLAC or WAV) or from the hub; ids are the same either way.
 
 Source: Panayotov et al., 2015, "LibriSpeech: an ASR corpus based on public domain audio books", ICASSP.
 """
@@ -73,7 +73,7 @@ class LibriSpeech(Transcription):
             _needed(package)
         if limit is not None:
             whole_setting(self.name, "limit", limit, 1)
-        # Training asks for the split 'train', which here has a longer name.
+        # Training requests the split 'train', which has a longer name here.
         if split not in (None, self._split) and not (split == "train" and self._split.startswith("train-")):
             raise ApproxError(
                 f"--split {split} contradicts the task {self.name}. Leave out --split, or change the split in the "

@@ -16,7 +16,7 @@ from approx.tasks.padding import padded_labels
 _MARKS = re.compile(r"[^\w\s']|_")
 
 
-def listens_whole(extractor: Any) -> bool:
+def pads_to_one_length(extractor: Any) -> bool:
     """Whether a feature extractor pads all recordings to one length, as that of Whisper."""
     return "input_features" in getattr(extractor, "model_input_names", ()) and hasattr(extractor, "n_samples")
 

@@ -100,12 +100,12 @@ class Squad(Task):
         wanted = (split or "dev").replace("validation", "dev")
         tally = Tally()
         if data is None:
-            return self._kept(wanted, self._hub_rows(wanted, tally, streaming), limit, tally, "the hub dataset")
+            return self._split(wanted, self._hub_rows(wanted, tally, streaming), limit, tally, "the hub dataset")
         source = self._find(Path(data), wanted)
         official = source.suffix == ".json" and self._official(source)
         if not official:
             return self.read_table(source, wanted, limit)
-        return self._kept(source.stem, self._file_rows(source, official, tally), limit, tally, data)
+        return self._split(source.stem, self._file_rows(source, official, tally), limit, tally, data)
 
     def read_table(self, data: Path, split: str, limit: int | None = None, *, streaming: bool = False) -> Split:
         """Read a split with a question in each row, as on the hub.
@@ -117,9 +117,9 @@ class Squad(Task):
         name, rows = open_table(self.name, data, split, tally, encoding=self.encoding, streaming=streaming)
         made = (self._flat(row, f"{name}-{number}") for number, row in enumerate(rows))
         titled = ((example.group or "", example) for example in made)
-        return self._kept(name, titled, limit, tally, data)
+        return self._split(name, titled, limit, tally, data)
 
-    def _kept(
+    def _split(
         self, name: str, rows: Iterator[tuple[str, Example]], limit: int | None, tally: Tally, source: object
     ) -> Split:
         """The questions of the chosen articles, up to the limit."""

@@ -230,7 +230,7 @@ class Task(ABC):
         """Pad encodings into one batch of tensors, [B, L]."""
 
     def outputs(self, model: Any, batch: dict[str, Any]) -> Any:
-        """What `predict` reads: the model's outputs for a batch, by default of one forward pass."""
+        """The model's outputs for a batch, which `predict` reads; by default of one forward pass."""
         return model(**batch)
 
     @abstractmethod

@@ -138,7 +138,7 @@ class Transcription(Task):
         reader = _reader(processor)
         samples = example.inputs["recording"].samples_at(RATE)
         samples = samples if max_length is None else min(samples, max_length * _HOP)
-        if seq2seq_speech.listens_whole(processor.feature_extractor):
+        if seq2seq_speech.pads_to_one_length(processor.feature_extractor):
             seq2seq_speech.refuse_long(processor.feature_extractor, samples, example.inputs["recording"].name)
         return [{"recording": example.inputs["recording"], "samples": samples, "reader": reader}]
 
@@ -152,7 +152,7 @@ class Transcription(Task):
 
     def company(self, encoding: Encoding, processor: Any, config: Any) -> int:
         """The exact length for a model that does not mask padding."""
-        if seq2seq_speech.listens_whole(processor.feature_extractor):
+        if seq2seq_speech.pads_to_one_length(processor.feature_extractor):
             return 0
         masked = processor.feature_extractor.return_attention_mask and config.feat_extract_norm == "layer"
         # With an adapter, the positions of padding in the outputs are unknown here.
@@ -164,7 +164,7 @@ class Transcription(Task):
         Models with a decoder take `input_features` [B, bands, frames].
         """
         sounds = [one["recording"].decoded(RATE)[: one["samples"]] for one in encodings]
-        if seq2seq_speech.listens_whole(processor.feature_extractor):
+        if seq2seq_speech.pads_to_one_length(processor.feature_extractor):
             return seq2seq_speech.features(processor.feature_extractor, sounds)
         return dict(processor.feature_extractor(sounds, sampling_rate=RATE, padding=True, return_tensors="pt"))
 
@@ -173,7 +173,7 @@ class Transcription(Task):
     ) -> dict[str, Any]:
         """`labels` [B, S]: the characters of each text, in the case of the checkpoint's vocabulary."""
         tokenizer = processor.tokenizer
-        if seq2seq_speech.listens_whole(processor.feature_extractor):
+        if seq2seq_speech.pads_to_one_length(processor.feature_extractor):
             return seq2seq_speech.targets([example.label for example in examples], tokenizer, config)
         upper = any(token.isupper() for token in tokenizer.get_vocab() if len(token) == 1)
         texts = [example.label if upper else example.label.lower() for example in examples]
@@ -188,7 +188,7 @@ class Transcription(Task):
     def predict(self, outputs: Any, encodings: Sequence[Encoding], config: Any) -> list[str]:
         """The text of each row without repetitions and blanks, in upper case."""
         tokenizer = encodings[0]["reader"].processor.tokenizer
-        if seq2seq_speech.listens_whole(encodings[0]["reader"].processor.feature_extractor):
+        if seq2seq_speech.pads_to_one_length(encodings[0]["reader"].processor.feature_extractor):
             return seq2seq_speech.texts(outputs, tokenizer)
         if outputs.logits.shape[-1] > len(tokenizer) or tokenizer.pad_token_id != config.pad_token_id:
             raise ApproxError(

@@ -36,11 +36,11 @@ SCHEMAS = {
 
 def with_parts(kind: Any) -> dict[str, type]:
     """Name -> class, of all models and dataclasses within a type."""
-    own = {kind.__name__: kind} if hasattr(kind, "__pydantic_fields__") else {}
+    parts = {kind.__name__: kind} if hasattr(kind, "__pydantic_fields__") else {}
     inner = [field.annotation for field in getattr(kind, "__pydantic_fields__", {}).values()]
     for part in (*inner, *typing.get_args(kind)):
-        own |= with_parts(part)
-    return own
+        parts |= with_parts(part)
+    return parts
 
 
 KINDS = {name: kind for one in (*SCHEMAS.values(), RuleList) for name, kind in with_parts(one).items()}

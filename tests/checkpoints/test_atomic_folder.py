@@ -41,7 +41,7 @@ def contents(place):
     return {str(path.relative_to(place)): path.read_bytes() for path in sorted(place.rglob("*")) if path.is_file()}
 
 
-def test_a_folder_is_written_sealed_and_alone(tmp_path):
+def test_writes_a_sealed_folder_and_nothing_else(tmp_path):
     write(tmp_path / "deep" / "out")
     assert {path.name for path in (tmp_path / "deep").iterdir()} == {"out"}
     assert set(json.loads((tmp_path / "deep" / "out" / MANIFEST).read_text())["files"]) == {"config.json", "weights"}
@@ -416,7 +416,7 @@ def test_an_output_without_a_manifest_is_replaced_by_its_claim(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["changed byte", "missing file", "no manifest", "broken manifest"])
-def test_a_folder_that_is_not_whole_is_refused(damage, tmp_path):
+def test_rejects_incomplete_folder(damage, tmp_path):
     write(tmp_path)
     weights, manifest = tmp_path / "weights", tmp_path / MANIFEST
     if damage == "changed byte":

@@ -71,7 +71,7 @@ def test_a_good_checkpoint_is_opened(good):
     assert len(opened.weights_sha256) == 64
 
 
-def test_weights_in_several_files_are_hashed_to_the_last(bad):
+def test_hashes_weights_of_all_shards(bad):
     model = checkpoint.load(bad).model
     (bad / "model.safetensors").unlink()
     hashes = []
@@ -326,7 +326,7 @@ def test_rejects_non_finite_numbers(bad, value):
 
 
 @pytest.mark.parametrize(("broken", "suffix"), [(3, ""), (4, " and 1 more")])
-def test_many_broken_tensors_are_named_in_part_and_counted(bad, broken, suffix):
+def test_names_some_of_many_broken_tensors_and_their_number(bad, broken, suffix):
     names = sorted(name for name in load_file(bad / "model.safetensors") if ".layer." in name)[:broken]
 
     def poison(tensors):

@@ -43,7 +43,7 @@ def test_a_damaged_receipt_is_refused(tmp_path, text, place):
 @pytest.mark.parametrize(
     ("checks", "verified"), [([], False), (CHECKS, True), ([*CHECKS, Check("weights", False, "")], False)]
 )
-def test_verified_means_checked_and_nothing_failed(checks, verified):
+def test_is_verified_if_checked_and_nothing_failed(checks, verified):
     assert WHOLE.model_copy(update={"checks": checks}).verified is verified
 
 

@@ -98,7 +98,7 @@ def test_files_are_copies_but_for_their_imports(written):
         assert all(line.lstrip().startswith("from .approx_") for line in changed), path.name
 
 
-def test_every_file_is_used_and_none_chooses_an_implementation(written):
+def test_uses_every_file_and_chooses_no_implementation(written):
     for name, paths in written.items():
         files = {path.stem: imported(path.read_text("utf-8")) for path in paths}
         used = set.union(*files.values())
@@ -206,7 +206,7 @@ def test_the_package_gives_the_same_clusters_and_the_same_outputs_but_for_roundi
         assert torch.equal(plain, auto)
 
 
-def test_the_kind_of_folder_stays_what_it_was(tmp_path):
+def test_keeps_the_kind_of_folder(tmp_path):
     for kernels in (False, True):
         model = tiny("BertModel")
         surgery.convert(model, Plan.of("local"), bundle_kernels=kernels)
@@ -237,7 +237,7 @@ def test_the_installed_package_runs_where_it_is_compatible(caplog):
 
 
 @pytest.mark.parametrize(("layout", "version"), [(2, "0.1.0"), (1, "0.2.1"), (1, "7.0.0")])
-def test_an_incompatible_package_is_left_alone_and_the_log_says_why(layout, version, caplog):
+def test_ignores_an_incompatible_package_and_logs_why(layout, version, caplog):
     assert installed_model(layout, version) is None
     assert f"this folder needs format {layout} and at least {version}" in caplog.text
     assert "pip install 'approx-attention>=" in caplog.text

@@ -47,19 +47,19 @@ def words(name: str, base: Path, converted: Path, data: Path, place: Path) -> tu
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["convert", "evaluate", "run", "sweep", "finetune"])
-def test_of_two_processes_one_writes_the_output_and_one_is_refused(name, base, converted, data, tmp_path):
+def test_refuses_the_second_of_two_processes_with_one_output(name, base, converted, data, tmp_path):
     typed = words(name, base, converted, data, tmp_path)
     processes = [killable.start(*typed, errors=tmp_path / f"errors{n}") for n in range(2)]
     for process in processes:
         process.join(300)
-    told = [(tmp_path / f"errors{n}").read_text("utf-8") for n in range(2)]
+    reported = [(tmp_path / f"errors{n}").read_text("utf-8") for n in range(2)]
     codes = sorted(process.exitcode or 0 for process in processes)
     if name in ("run", "sweep"):
         # The later one continues, if it began when the earlier one was done.
-        assert codes in ([0, Exit.REFUSED], [0, 0]), told
+        assert codes in ([0, Exit.REFUSED], [0, 0]), reported
     else:
-        assert codes == [0, Exit.REFUSED], told
-    for process, text in zip(processes, told, strict=True):
+        assert codes == [0, Exit.REFUSED], reported
+    for process, text in zip(processes, reported, strict=True):
         if process.exitcode:
             (line,) = [line for line in text.splitlines() if not line.startswith(("[", "Compiling C"))]
             assert line.startswith("error: "), text
@@ -76,7 +76,7 @@ def test_of_two_processes_one_writes_the_output_and_one_is_refused(name, base, c
 
 @pytest.mark.parametrize("name", ["evaluate", "run", "sweep", "finetune"])
 @pytest.mark.sample(3)
-def test_an_output_that_another_process_writes_is_refused_and_left_alone(name, base, converted, data, tmp_path):
+def test_refuses_an_output_that_another_process_writes(name, base, converted, data, tmp_path):
     typed = words(name, base, converted, data, tmp_path)
     place = {"evaluate": "out.json", "finetune": "out.training"}.get(name, "out")
     before = {path.name for path in tmp_path.iterdir()}
@@ -86,7 +86,7 @@ def test_an_output_that_another_process_writes_is_refused_and_left_alone(name, b
     assert {path.name for path in tmp_path.iterdir()} == before
 
 
-def test_what_is_held_is_free_again_after_the_context_and_after_a_kill(tmp_path):
+def test_releases_locks_after_the_context_and_after_a_kill(tmp_path):
     with locked_output(tmp_path / "new" / "out"):
         with (
             pytest.raises(ApproxError, match="Another process is writing") as caught,
@@ -140,8 +140,10 @@ def test_caches_stay_whole_under_eight_processes(own_cache):
         answers = dict(Local(8).map(work, range(8)))
         assert [answers[item] for item in range(8)] == [item + 8 if work is compiled else None for item in range(8)]
     assert len(list((own_cache / "compiled").glob("*.so"))) == 2
-    kept = json.loads(findings.file().read_text("utf-8"))
-    assert {name for one in kept.values() for name in one} == {f"{x} {y}" for x in range(8) for y in range(10)}
+    stored_findings = json.loads(findings.file().read_text("utf-8"))
+    assert {name for one in stored_findings.values() for name in one} == {
+        f"{x} {y}" for x in range(8) for y in range(10)
+    }
     assert Ledger(default_folder(), "abcd").read() == {n: [n] * 3000 for n in (*range(20), *range(100, 108))}
     assert not [path for path in own_cache.rglob("*") if path.suffix in (".lock", ".tmp")]
 

@@ -9,7 +9,7 @@ from zoo import tiny
 from .conftest import call
 
 
-def test_inspect_tells_stock_from_converted(base, converted):
+def test_inspect_distinguishes_stock_and_converted(base, converted):
     assert "(bert, stock)" in call("inspect", base).out
     answer = call("inspect", converted)
     assert "(bert, converted)" in answer.out
@@ -40,17 +40,17 @@ def test_a_plan_is_shown_written_and_read_again(base, tmp_path):
     assert call(*plan, "-m", "linear", "-o", "p.json", "--force").code == 0
 
 
-def test_layers_that_are_alike_share_a_line(base):
+def test_equal_layers_share_a_line(base):
     lines = call("plan", base, "-m", "linear").out.splitlines()
     assert any(line.split()[:2] == ["0-1", "linear"] for line in lines)
 
 
-def test_nothing_ends_in_spaces(base):
+def test_prints_no_trailing_spaces(base):
     for line in call("plan", base, "-m", "linear").out.splitlines():
         assert line == line.rstrip()
 
 
-def test_convert_says_what_it_checked_and_revert_gives_the_base_back(base, converted, tmp_path):
+def test_convert_lists_its_checks_and_revert_restores_the_base(base, converted, tmp_path):
     answer = call("revert", converted, "-o", "the base again", "--json")
     assert (answer.code, answer.json) == (0, {"output": "the base again"})
     before, after = load_file(base / "model.safetensors"), load_file(tmp_path / "the base again" / "model.safetensors")
@@ -58,7 +58,7 @@ def test_convert_says_what_it_checked_and_revert_gives_the_base_back(base, conve
     assert all(before[name].equal(after[name]) for name in before)
 
 
-def test_convert_gives_its_receipt(base, tmp_path):
+def test_convert_prints_its_receipt_as_json(base, tmp_path):
     answer = call("convert", base, "-o", "out", "-m", "linear", "--json", "--max-length", "64")
     assert answer.code == 0, answer.err
     assert answer.json["output"] == "out"
@@ -117,7 +117,7 @@ def test_help_shows_examples_and_defaults(command):
         assert "[default: 32]" in answer.out
 
 
-def test_layers_of_another_kind_have_a_line_of_their_own(tmp_path):
+def test_other_layers_have_a_separate_line(tmp_path):
     tiny("WhisperForConditionalGeneration").save_pretrained(tmp_path / "whisper")
     tiny("ViTForImageClassification").save_pretrained(tmp_path / "vit")
     rows = [line.split() for line in call("inspect", "whisper").out.splitlines()]

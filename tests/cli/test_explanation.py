@@ -32,8 +32,10 @@ def test_the_table_says_why_a_compiler_cannot_follow_a_mechanism():
     lines = " ".join(call("mechanisms").out.split())
     for name, kind in MECHANISMS.items():
         if kind.compiles != "whole":
-            told = re.search(rf"Compiled as one operator: [^.:]*\b{name}\b[^.:]*\. {re.escape(kind.compiles)}", lines)
-            assert told, f"nothing is said of {name}"
+            sentence = re.search(
+                rf"Compiled as one operator: [^.:]*\b{name}\b[^.:]*\. {re.escape(kind.compiles)}", lines
+            )
+            assert sentence, f"nothing is said of {name}"
 
 
 @pytest.mark.parametrize("name", MECHANISMS)
@@ -83,7 +85,7 @@ def test_a_task_is_explained():
     assert "such as cp1252" in call("tasks", "glue/sst2").out.replace("\n", " ")
 
 
-def test_names_read_from_source_are_those_of_the_registries():
+def test_names_read_from_source_equal_the_registries():
     assert names.mechanisms() == tuple(MECHANISMS)
     assert names.families() == FAMILIES
     with pytest.raises(ImportError, match="defines no NAMES"):
@@ -103,5 +105,5 @@ def test_names_read_from_source_are_those_of_the_registries():
     ],
 )
 def test_a_shell_completes_names(line, offered):
-    told = {"_APPROX_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
-    assert CliRunner().invoke(app, [], env=told).stdout.split() == offered
+    environment = {"_APPROX_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+    assert CliRunner().invoke(app, [], env=environment).stdout.split() == offered

@@ -130,17 +130,17 @@ def some(total: int) -> list[int]:
 
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.sample(1)
-def test_a_disk_that_fails_now_and_then(name, place):
+def test_survives_a_disk_that_fails_sometimes(name, place):
     assert attempts(name, place, some) > 5
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_disk_that_fails_anywhere(name, place):
+def test_survives_a_disk_that_fails_at_any_call(name, place):
     assert attempts(name, place, lambda total: range(1, total + 1)) > 5
 
 
-def test_the_failing_disk_fails(tmp_path):
+def test_the_simulated_disk_fails(tmp_path):
     seen = []
     for at in range(1, 20):
         with failing(tmp_path, at, errno.EIO) as disk:

@@ -39,7 +39,7 @@ def words_of(study: Path, *more: object) -> list[str]:
     return ["finetune", str(study / "converted"), *map(str, [*usual, *more])]
 
 
-def test_it_trains_and_says_what_changed(study, tmp_path):
+def test_trains_and_reports_the_changes(study, tmp_path):
     answer = call(*words_of(study, "-o", tmp_path / "healed", "--json"))
     assert answer.code == 0, answer.err
     assert [phase["mode"] for phase in answer.json["phases"]] == ["transfer", "task"]
@@ -92,14 +92,14 @@ def test_a_dry_run_writes_nothing(study, tmp_path):
         ),
     ],
 )
-def test_what_cannot_be_done_is_refused_in_a_line_and_leaves_nothing(study, tmp_path, more, code, message):
+def test_refuses_impossible_trainings_in_one_line_and_leaves_no_files(study, tmp_path, more, code, message):
     answer = call(*words_of(study, "-o", tmp_path / "healed", *more))
     assert (answer.code, message in answer.err) == (code, True), answer.err
     assert answer.err.count("error: ") == 1
     assert not any(tmp_path.iterdir())
 
 
-def test_without_an_output_or_examples_it_says_what_is_missing(study):
+def test_names_missing_output_and_examples(study):
     assert "Name it with -o" in call("finetune", study / "converted", "--task", "glue/sst2").err
     answer = call("finetune", study / "converted", "-o", "healed")
     assert (answer.code, "neither was given" in answer.err) == (2, True)
@@ -138,7 +138,7 @@ def test_accelerate_launch_asks_for_fsdp_by_the_variable_that_is_refused(study, 
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_it_goes_on_to_the_same_weights(study, tmp_path):
+def test_resumes_to_the_same_weights_after_a_kill_at_any_moment(study, tmp_path):
     """SIGKILL in the middle of steps, of a checkpoint, of a mode; then Ctrl-C, which ends in a line of its own."""
     words = words_of(study, "--evaluate-every", "2")
     process = killable.start(*words, "-o", tmp_path / "whole", errors=tmp_path / "errors")
@@ -171,7 +171,7 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_weights(study, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_have_one_processs_loss(study, tmp_path):
+def test_two_processes_reach_the_loss_of_one(study, tmp_path):
     # Dropout draws other numbers in other processes.
     import torch
     from transformers import AutoModelForSequenceClassification
@@ -200,11 +200,11 @@ def test_two_processes_have_one_processs_loss(study, tmp_path):
             timeout=600,
         )
         assert done.returncode == 0, done.stderr[-3000:]
-        told = json.loads(done.stdout)
+        answer = json.loads(done.stdout)
         curves.append(
             [
                 [point[key] for key in ("loss", "validation") if key in point]
-                for phase in told["phases"]
+                for phase in answer["phases"]
                 for point in phase["curve"]
             ]
         )

@@ -105,7 +105,7 @@ def test_no_command_runs_code_of_a_folder(words, code, hostile, base, data, tmp_
     assert not code_there & {"mine.py", "generate.py", "torch.py", "sitecustomize.py", "__init__.py"}
 
 
-def test_python_runs_none_either(hostile, tmp_path):
+def test_loading_in_python_runs_no_code_of_a_folder(hostile, tmp_path):
     approx.load(str(hostile))
     for trusted in (None, False):
         # The converted families of the installed package come first.

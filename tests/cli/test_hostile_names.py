@@ -91,7 +91,7 @@ def markup(text: str) -> str:
     return re.sub(r"\\.", "", text)
 
 
-def test_the_page_shows_the_name_and_has_no_element_of_it(study):
+def test_the_page_shows_the_name_and_gets_no_element_from_it(study):
     name, out, _ = study
     for page in (out / "report" / "index.html", out / "run" / "report" / "index.html"):
         made = Page(page.read_text("utf-8"))
@@ -99,7 +99,7 @@ def test_the_page_shows_the_name_and_has_no_element_of_it(study):
         assert name in "\n".join(made.words)
 
 
-def test_markdown_shows_the_name_and_has_no_markup_of_it(study):
+def test_markdown_shows_the_name_and_gets_no_markup_from_it(study):
     name, out, _ = study
     files = [out / "report" / "report.md", *out.rglob("README.md")]
     assert len(files) == 4, files

@@ -37,7 +37,7 @@ def test_evaluate_compares_with_the_base_and_keeps_every_output(base, converted,
     assert pyarrow.parquet.read_table(tmp_path / "my records" / str(entry.outputs)) == table
 
 
-def test_without_a_base_a_converted_checkpoint_meets_itself_and_a_stock_one_nobody(base, converted, data):
+def test_compares_a_converted_checkpoint_with_its_exact_self_and_a_stock_one_with_nothing(base, converted, data):
     task = ("--task", "glue/sst2", "--data", data, "--json")
     alone, itself = call("evaluate", base, *task).json, call("evaluate", converted, *task).json
     assert alone["quality"][0]["variants"] == []
@@ -115,7 +115,7 @@ def test_no_loss_on_inputs_that_are_exact_is_not_tested(base, data, tmp_path, an
         assert said in (tmp_path / "page" / name).read_text("utf-8"), name
 
 
-def test_the_share_that_is_approximated_is_that_of_the_lengths(base, tmp_path, any_score_is_better_than_chance):
+def test_counts_the_approximated_share_by_length(base, tmp_path, any_score_is_better_than_chance):
     """With a window of 4 tokens to each side, sentences of 6 or more tokens are approximated."""
     assert call("convert", base, "-o", "narrow", "-m", "local", "--set", "left=4", "--set", "right=4").code == 0
     sentences = ["good " * words for words in (1, 2, 3, 3, 4, 5, 18, 1, 1, 1)]
@@ -184,15 +184,17 @@ def test_a_base_with_fewer_positions_is_extended_or_the_inputs_of_both_are_cut(b
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_sixteen_bits(converted, data, dtype):
+def test_evaluates_in_sixteen_bits(converted, data, dtype):
     answer = call("evaluate", converted, "--task", "glue/sst2", "--data", data, "--dtype", dtype)
     assert answer.code == 0, answer.err
 
 
-def test_fast_products_are_given_to_base_and_converted_and_stand_in_the_record(converted, data, tmp_path, monkeypatch):
+def test_fast_products_apply_to_base_and_converted_and_are_recorded(converted, data, tmp_path, monkeypatch):
     monkeypatch.setattr(products, "obstacle", lambda device="cpu", dtype="float32": None)
     seen, forward = [], torch.nn.Linear.forward
-    monkeypatch.setattr(torch.nn.Linear, "forward", lambda *given: seen.append(products._switch()) or forward(*given))
+    monkeypatch.setattr(
+        torch.nn.Linear, "forward", lambda *arguments: seen.append(products._switch()) or forward(*arguments)
+    )
     words = ("evaluate", converted, "--task", "glue/sst2", "--data", data, "--fresh")
     assert call(*words, "-o", "plain.json").code == 0
     assert set(seen) == {"none"}

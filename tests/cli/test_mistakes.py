@@ -101,8 +101,8 @@ def test_mistake_ends_in_one_line(words, code, fragment, base, converted, data, 
     assert errors[0].startswith("error: ")
     assert fragment in errors[0]
     # The same as JSON.
-    told = call(*typed, "--json")
-    assert told.json == {"error": errors[0].removeprefix("error: "), "exit_code": code}
+    as_json = call(*typed, "--json")
+    assert as_json.json == {"error": errors[0].removeprefix("error: "), "exit_code": code}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["p.yaml"], "something was left behind"
 
 
@@ -127,7 +127,7 @@ def test_several_mistakes_have_a_line_each(base):
     assert all(line.startswith("error: ") for line in lines)
 
 
-def test_a_converted_folder_that_was_cut_or_changed_is_refused(converted, data, tmp_path):
+def test_rejects_truncated_or_edited_folder(converted, data, tmp_path):
     folder = shutil.copytree(converted, tmp_path / "cut")
     config = json.loads((folder / "config.json").read_text("utf-8"))
     config["approx"]["sites"]["encoder.layer.0.attention.self"]["settings"]["left"] = 7
@@ -138,7 +138,7 @@ def test_a_converted_folder_that_was_cut_or_changed_is_refused(converted, data, 
     assert call("evaluate", folder, "--task", "glue/sst2", "--data", data).code == Exit.UNAVAILABLE
 
 
-def test_a_full_disk_leaves_no_half_of_a_plan(base, tmp_path):
+def test_full_disk_leaves_no_partial_plan(base, tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     # A limit on the size of files simulates a full disk.
     resource.setrlimit(resource.RLIMIT_FSIZE, (9, hard))
@@ -150,7 +150,7 @@ def test_a_full_disk_leaves_no_half_of_a_plan(base, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_nobody_foresaw_is_an_internal_error_in_one_line(base, monkeypatch):
+def test_unexpected_exceptions_are_internal_errors_in_one_line(base, monkeypatch):
     from approx import api
 
     def broken(*_, **__):
@@ -172,7 +172,7 @@ def test_what_nobody_foresaw_is_an_internal_error_in_one_line(base, monkeypatch)
         (KeyboardInterrupt(), Exit.INTERRUPTED, "Interrupted."),
     ],
 )
-def test_what_the_machine_does_is_not_called_internal(error, code, text, base, monkeypatch):
+def test_errors_of_the_machine_are_not_internal(error, code, text, base, monkeypatch):
     from approx import api
 
     def broken(*_, **__):

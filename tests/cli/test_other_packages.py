@@ -344,6 +344,6 @@ def test_an_unknown_mechanism_of_a_plan_names_the_nearest(dilated):
 
 def test_facts_of_classes_are_those_that_the_classes_have():
     for attribute in ("always_exact", "colour"):
-        told = class_facts("approx.mechanisms", "BUILT_IN", attribute)
+        facts = class_facts("approx.mechanisms", "BUILT_IN", attribute)
         for name, kind in MECHANISMS.items():
-            assert told.get(name, getattr(Mechanism, attribute)) == getattr(kind, attribute)
+            assert facts.get(name, getattr(Mechanism, attribute)) == getattr(kind, attribute)

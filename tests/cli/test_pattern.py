@@ -18,7 +18,7 @@ def test_pattern_is_described_and_drawn(tmp_path):
     assert sorted(path.name for path in (tmp_path / "pattern-ltr-1024").iterdir()) == PICTURES
 
 
-def test_pictures_are_replaced_when_that_is_asked_for_and_nothing_else_is(tmp_path):
+def test_replaces_only_pictures_and_only_with_force(tmp_path):
     ask = ("pattern", "ltr", "-n", "9", "-o", "out")
     assert call(*ask).code == 0
     (tmp_path / "out" / "mine.txt").touch()

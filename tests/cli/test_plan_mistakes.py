@@ -104,7 +104,7 @@ def test_rules_may_overlap_and_the_last_one_wins(gpt2):
         (b"the film is good", Exit.UNAVAILABLE, "the vocabulary is missing"),
     ],
 )
-def test_a_calibration_text_that_is_none_is_refused(written, code, fragment, gpt2, tmp_path):
+def test_rejects_unusable_calibration_text(written, code, fragment, gpt2, tmp_path):
     if written is not None:
         (tmp_path / "text.txt").write_bytes(written)
     answer = call("convert", gpt2, "-o", "out", "-m", "clustered", "--calibrate", "text.txt")
@@ -124,7 +124,7 @@ def test_warns_of_a_conversion_that_never_approximates(base):
     assert "the model takes no more than 32: they never approximate." in answer.out
 
 
-def test_a_conversion_tells_text_mass_and_warnings(base, tmp_path):
+def test_convert_shows_calibration_text_mass_and_warnings(base, tmp_path):
     (tmp_path / "my own.txt").write_text("the film is good, not bad. very dull\n" * 50, encoding="utf-8")
     words = ("convert", base, "-m", "local", "--set", "left=2", "--set", "right=2", "--heads", "0", "--recompute")
     answer = call(*words, "-o", "one", "--calibrate", "my own.txt")

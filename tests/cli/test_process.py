@@ -35,9 +35,9 @@ def start(*words: object, cwd: Path) -> subprocess.Popen:
     )
 
 
-def test_help_waits_for_no_large_library_and_the_version_says_what_is_usable(tmp_path):
+def test_help_imports_no_large_library_and_version_lists_usable_parts(tmp_path):
     # Imports decide how long a command takes, and unlike seconds do not depend on the machine.
-    told = subprocess.run(
+    run = subprocess.run(
         [sys.executable, "-X", "importtime", *COMMAND[1:], "--help"],
         cwd=tmp_path,
         env=environment(),
@@ -45,7 +45,7 @@ def test_help_waits_for_no_large_library_and_the_version_says_what_is_usable(tmp
         capture_output=True,
         text=True,
     )
-    imported = {line.rsplit("|", 1)[1].strip().partition(".")[0] for line in told.stderr.splitlines() if "|" in line}
+    imported = {line.rsplit("|", 1)[1].strip().partition(".")[0] for line in run.stderr.splitlines() if "|" in line}
     assert "typer" in imported, "the list of imports was not read"
     assert not imported & {
         "torch",
@@ -67,7 +67,7 @@ def test_help_waits_for_no_large_library_and_the_version_says_what_is_usable(tmp
 
 
 def test_a_wrong_name_is_refused_before_torch_is_imported(tmp_path):
-    told = subprocess.run(
+    run = subprocess.run(
         [sys.executable, "-X", "importtime", *COMMAND[1:], "plan", "quickstart", "-m", "locall"],
         cwd=tmp_path,
         env=environment(),
@@ -75,11 +75,10 @@ def test_a_wrong_name_is_refused_before_torch_is_imported(tmp_path):
         text=True,
     )
     assert (
-        "error: Invalid value for '--mechanism' / '-m': Unknown mechanism 'locall'. Did you mean 'local'?"
-        in told.stderr
+        "error: Invalid value for '--mechanism' / '-m': Unknown mechanism 'locall'. Did you mean 'local'?" in run.stderr
     )
-    assert told.returncode == 2
-    imported = {line.rsplit("|", 1)[1].strip().partition(".")[0] for line in told.stderr.splitlines() if "|" in line}
+    assert run.returncode == 2
+    imported = {line.rsplit("|", 1)[1].strip().partition(".")[0] for line in run.stderr.splitlines() if "|" in line}
     assert "typer" in imported
     assert "torch" not in imported
 
@@ -137,7 +136,7 @@ def test_tables_and_bars_fit_a_narrow_terminal(base, tmp_path):
     assert [line for line in re.split(r"[\r\n]+", text) if len(line) > 80] == []
 
 
-def test_ctrl_c_exits_with_130_and_says_how_to_go_on(base, data, tmp_path):
+def test_ctrl_c_exits_with_130_and_says_how_to_resume(base, data, tmp_path):
     process = start("run", tiny_recipe(tmp_path / "r.yaml", base, data), "-o", "run", "--json", cwd=tmp_path)
     assert process.stderr
     assert process.stdout
@@ -177,7 +176,7 @@ with open(sys.argv[1], "w") as file:
     ids=["input and errors", "output", "all", "deleted folder"],
 )
 @pytest.mark.sample(2)
-def test_closed_streams_and_a_deleted_folder_end_in_the_usual_way(line, code, printed, tmp_path):
+def test_handles_closed_streams_and_a_deleted_folder(line, code, printed, tmp_path):
     place, record = tmp_path / "here", tmp_path / "record.json"
     place.mkdir()
     script = shlex.join([sys.executable, "-c", _PRINTS_WHILE_A_FILE_IS_OPEN])

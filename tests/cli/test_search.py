@@ -46,7 +46,7 @@ def found(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_mix_loses_less_than_every_uniform_plan_that_is_as_fast(found):
+def test_mix_loses_less_than_uniform_plans_of_equal_speed(found):
     folder, answer = found
     assert answer.code == Exit.OK, answer.err
     assert answer.json["feasible"]
@@ -60,7 +60,7 @@ def test_the_mix_loses_less_than_every_uniform_plan_that_is_as_fast(found):
     assert all(one.approximated and one.approximated.examples for one in task.variants if one.name != "front 1")
 
 
-def test_every_layer_has_a_reason_and_the_examples_are_apart(found):
+def test_gives_every_layer_a_reason_and_separates_the_examples(found):
     folder, answer = found
     assert [layer["layer"] for layer in answer.json["layers"]] == [0, 1]
     text = (folder / "plan.yaml").read_text()
@@ -103,7 +103,7 @@ def test_an_earlier_search_is_neither_overwritten_nor_mixed(found):
 
 
 @pytest.mark.slow
-def test_what_found_nothing_does_not_leave_the_plan_of_an_earlier_search(tmp_path):
+def test_removes_the_plan_of_an_earlier_search_if_nothing_is_found(tmp_path):
     plan = tmp_path / "plan.yaml"
     about = [*NEEDLE, "--mechanisms", "local", "-o", plan]
     assert call("search", *about, "--budget", "loss<=95").code == Exit.OK
@@ -121,7 +121,7 @@ def test_two_searches_do_not_write_one_output(tmp_path):
 
 
 @pytest.mark.slow
-def test_nothing_fits_is_an_exit_code_of_its_own(found, tmp_path):
+def test_exits_with_7_if_nothing_fits(found, tmp_path):
     folder, _ = found
     known = folder / "plan-search" / "sensitivities.json"
     about = ("--budget", "loss<=0", "--sensitivities", known, "-o", tmp_path / "plan.yaml")
@@ -132,7 +132,7 @@ def test_nothing_fits_is_an_exit_code_of_its_own(found, tmp_path):
 
 
 @pytest.mark.slow
-def test_ctrl_c_leaves_the_best_plan_so_far_and_resume_goes_on(tmp_path):
+def test_ctrl_c_writes_the_best_plan_so_far_and_resume_continues(tmp_path):
     plan = tmp_path / "plan.yaml"
     words = ["search", *NEEDLE[:-1], "--budget", "loss<=5", "-o", str(plan)]
     code = "from approx.cli import main; main()"
@@ -203,10 +203,10 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_input_is_one_line(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    words, code, told = WRONG[name]
+    words, code, message = WRONG[name]
     length = [] if "--length" in words else ["--length", "512"]
     answer = call("search", "quickstart", *length, *words, "-o", "plan.yaml", "-q")
     assert answer.code == code
-    assert told in answer.err
+    assert message in answer.err
     assert len(answer.err.splitlines()) == 1
     assert not list(tmp_path.iterdir())

@@ -51,7 +51,7 @@ def test_a_new_recipe_of_another_metric_has_no_limit(tmp_path):
     assert "in percent of the base's bits per byte" in made.text
 
 
-def test_a_new_recipe_names_what_was_asked_for(data, tmp_path):
+def test_a_new_recipe_names_the_requested_checkpoint_and_task(data, tmp_path):
     base = tiny_checkpoint(tmp_path / "model", positions=256)
     odd = shutil.copytree(data, tmp_path / "odd: #name")
     call("init", "--checkpoint", base, "--task", "glue/sst2", "--data", odd)
@@ -71,9 +71,9 @@ def test_a_named_recipe_runs_on_other_files(data, tmp_path):
     assert "Nothing was computed." in answer.out
 
 
-@pytest.mark.parametrize("given", ["elsewhere=x", "x.txt"])
-def test_files_of_several_tasks_are_named(given):
-    answer = call("run", "heal-speech", "--data", given, "--dry-run")
+@pytest.mark.parametrize("files", ["elsewhere=x", "x.txt"])
+def test_files_of_several_tasks_are_named(files):
+    answer = call("run", "heal-speech", "--data", files, "--dry-run")
     assert answer.code == Exit.USAGE
     assert "Give WHICH=PATH, where WHICH is one of librispeech/test-clean, " in answer.err
 

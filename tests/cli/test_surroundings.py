@@ -25,8 +25,8 @@ STORED = "Outputs cannot be stored in "
 
 def at_home(home: Path, *words: object) -> subprocess.CompletedProcess:
     """Run a command in a process with this home and no cache folder of its own."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("APPROX_", "XDG_", "HF_"))}
-    environment = {**kept, "HOME": str(home), "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("APPROX_", "XDG_", "HF_"))}
+    environment = {**variables, "HOME": str(home), "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
     command = [sys.executable, str(ROOT / "cli.py"), *map(str, words)]
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
@@ -40,7 +40,7 @@ def test_a_home_that_is_missing_is_made(base, converted, data, tmp_path):
 
 
 @pytest.mark.slow
-def test_where_no_home_can_be_made_caches_are_done_without(base, converted, data, tmp_path):
+def test_runs_without_caches_if_no_home_can_be_made(base, converted, data, tmp_path):
     (tmp_path / "file").touch()
     home = tmp_path / "file" / "home"
     done = at_home(home, "convert", base, "-o", "out", "-m", "linear", "--json")

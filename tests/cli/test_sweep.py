@@ -32,7 +32,7 @@ def test_a_dry_run_lists_the_cells_and_writes_nothing(study, tmp_path):
 
 
 @pytest.mark.slow
-def test_it_sweeps_in_processes_and_again_computes_nothing(study, tmp_path):
+def test_sweeps_in_processes_and_computes_nothing_the_second_time(study, tmp_path):
     answer = call("sweep", study, "--jobs", "2")
     assert answer.code == 0, answer.err
     assert "3 of 3 cells were computed" in answer.out
@@ -44,7 +44,7 @@ def test_it_sweeps_in_processes_and_again_computes_nothing(study, tmp_path):
 
 
 @pytest.mark.slow
-def test_jobs_of_a_cluster_say_the_same(study, tmp_path):
+def test_jobs_of_a_cluster_give_the_same_results(study, tmp_path):
     pytest.importorskip("submitit")
     words = ("sweep", study, "-o", "out", "--executor", "submitit", "--set-executor", "cluster=local")
     answer = call(*words, "--json")

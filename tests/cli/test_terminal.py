@@ -92,12 +92,12 @@ def test_words_stay_whole_and_lines_within_the_width(width):
     assert {*NAMES, "clusters=25,", "iterations=5", "choices", "1.83×"} <= words
 
 
-def test_what_fits_no_line_is_a_list():
+def test_prints_a_list_if_a_table_is_too_wide():
     row = ["librispeech/train-clean-100", "openslr/librispeech_asr", "longest_answer"]
     lines = printed(table(["task", "hub dataset", "settings"], [row], title="Tasks"), 40)
     assert lines == ["Tasks", "", row[0], f"  hub dataset: {row[1]}", f"  settings: {row[2]}"]
 
 
-def test_a_table_is_as_it_was_where_there_is_space():
+def test_prints_a_plain_table_where_there_is_space():
     lines = [line.rstrip() for line in printed(table(["a", "b"], [["one two", "three"]]), 80)]
     assert lines == ["", " a        b", " ───────────────", " one two  three", ""]

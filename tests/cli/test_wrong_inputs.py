@@ -188,7 +188,7 @@ def test_a_wrong_option_of_a_conversion_is_refused(words, fragment, base, tmp_pa
 @pytest.mark.parametrize(
     ("words", "code", "fragment"), OTHERS, ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else None
 )
-def test_a_wrong_word_is_refused(words, code, fragment, base, converted, data, tmp_path):
+def test_rejects_a_wrong_name(words, code, fragment, base, converted, data, tmp_path):
     typed = [word.format(base=base, converted=converted, data=data) for word in words]
     assert len(refused(call(*typed), code, fragment)) == 1
     assert files(tmp_path) == set()
@@ -223,7 +223,7 @@ def test_strange_names_of_outputs_work(name, base, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-def test_there_are_enough_rows():
+def test_the_table_has_enough_rows():
     rows = [*CHECKPOINTS, *RECIPES, *RECIPES, *DATA, *RECORDS, *CONVERT, *OTHERS, *OUTPUTS]
     assert len(rows) > 140
     assert not Path("ran").exists()

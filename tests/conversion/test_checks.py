@@ -85,7 +85,7 @@ def test_revert_gives_the_implementation_back_that_the_model_had(implementation)
     assert model.config._attn_implementation == implementation
 
 
-def test_a_mask_that_is_longer_than_the_keys_is_cut_at_its_front():
+def test_cuts_a_longer_mask_at_its_front():
     # The last columns belong to the current keys; the first of the two is padding here.
     mask = torch.tensor([[1, 1, 1, 0, 1]])
     visible = key_mask(1, 2, 2, mask_function=bidirectional_mask_function, attention_mask=mask)
@@ -104,7 +104,7 @@ def test_a_layer_that_was_made_for_another_scale_refuses():
     assert caught.value.exit_code == Exit.VERIFICATION
 
 
-def test_padding_counts_for_no_damage():
+def test_padding_does_not_count_as_damage():
     model = tiny("BertModel")
     surgery.convert(model, Plan.of("local", layers="0", left=3, right=3))
     inputs = example_inputs(model, 40, padded=15)

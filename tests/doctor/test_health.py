@@ -15,7 +15,7 @@ from approx.doctor import health
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_versions_asked_for_are_those_of_the_package():
+def test_requires_the_versions_of_the_package():
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"]
     declared = {r.name: r.specifier for r in map(Requirement, declared)}
     assert {name: declared[name] for name in health._RANGES} == {
@@ -37,7 +37,7 @@ def test_a_python_that_is_too_old_is_broken(monkeypatch):
     assert health.examine(offline=True)[0].state == "broken"
 
 
-def test_what_is_optional_and_not_there_is_missing_and_says_what_it_is_for(monkeypatch):
+def test_missing_optional_parts_say_what_they_are_for(monkeypatch):
     monkeypatch.setattr(health.torch.cuda, "is_available", lambda: False)
     assert health._gpu() == health.Finding(
         "gpu",
@@ -49,11 +49,11 @@ def test_what_is_optional_and_not_there_is_missing_and_says_what_it_is_for(monke
     monkeypatch.setattr(health.importlib.util, "find_spec", lambda name: None)
     assert (health._triton().what, health._triton().state) == ("triton", "missing")
     monkeypatch.setattr(health, "compiler_obstacle", lambda: "install gcc, or ask for 'auto'.")
-    told = "none that works, so mechanisms are slower on the CPU: install gcc."
-    assert health._c_compiler() == health.Finding("c compiler", "missing", told)
+    expected = "none that works, so mechanisms are slower on the CPU: install gcc."
+    assert health._c_compiler() == health.Finding("c compiler", "missing", expected)
 
 
-def test_what_is_there_is_told_with_its_place_or_version(monkeypatch):
+def test_present_parts_are_shown_with_path_or_version(monkeypatch):
     monkeypatch.setattr(health.shutil, "which", lambda name: f"/bin/{name}" if name == "clang++" else None)
     assert health._compiler() == health.Finding("c++ compiler", "ok", "/bin/clang++")
     monkeypatch.setattr(health, "compiler_obstacle", lambda: None)
@@ -61,18 +61,18 @@ def test_what_is_there_is_told_with_its_place_or_version(monkeypatch):
     assert health._c_compiler() == health.Finding("c compiler", "ok", "/bin/cc; APPROX_COMPILE_C=0 turns C off")
 
 
-@pytest.mark.parametrize(("token", "told"), [("hf_canary", "a token is set"), (None, "no token (hf auth login)")])
-def test_a_hub_that_answers_is_told_with_whether_there_is_a_token(monkeypatch, token, told):
+@pytest.mark.parametrize(("token", "expected"), [("hf_canary", "a token is set"), (None, "no token (hf auth login)")])
+def test_a_reachable_hub_is_shown_with_the_state_of_the_token(monkeypatch, token, expected):
     import huggingface_hub
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "https://hub")
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: token)
     monkeypatch.setattr(health, "reachable", lambda endpoint: endpoint == "https://hub")
-    assert health._hub() == health.Finding("hub", "ok", f"https://hub, {told}")
+    assert health._hub() == health.Finding("hub", "ok", f"https://hub, {expected}")
 
 
-def test_a_cache_that_is_not_there_yet_is_looked_for_where_it_would_be_made(monkeypatch, tmp_path):
+def test_checks_where_a_missing_cache_would_be_made(monkeypatch, tmp_path):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "not" / "there"))
@@ -83,14 +83,14 @@ def test_a_cache_that_is_not_there_yet_is_looked_for_where_it_would_be_made(monk
     assert float(cache.found.removesuffix(" GB free").rpartition(" ")[2]) == pytest.approx(free, abs=2)
 
 
-def test_one_core_is_not_told_as_several(monkeypatch):
+def test_one_core_is_singular(monkeypatch):
     monkeypatch.setattr(health.os, "sched_getaffinity", lambda _: {0}, raising=False)
     monkeypatch.setattr(health.torch, "get_num_threads", lambda: 2)
     assert health._processor().found.startswith("1 core, 2 threads, ")
 
 
 @pytest.mark.parametrize("version", ["1.0", None])
-def test_a_wrong_or_missing_package_is_broken_and_says_what_to_type(monkeypatch, version):
+def test_a_wrong_or_missing_package_is_broken_and_names_the_command(monkeypatch, version):
     def fake(name: str) -> str:
         if version is None:
             raise importlib.metadata.PackageNotFoundError(name)
@@ -102,7 +102,7 @@ def test_a_wrong_or_missing_package_is_broken_and_says_what_to_type(monkeypatch,
     assert "pip install 'torch>=2.10'" in finding.found
 
 
-def test_an_unreachable_hub_is_told_and_no_token_with_it(monkeypatch):
+def test_an_unreachable_hub_is_missing(monkeypatch):
     from huggingface_hub import constants
 
     with socket.socket() as closed:
@@ -115,7 +115,7 @@ def test_an_unreachable_hub_is_told_and_no_token_with_it(monkeypatch):
     assert (finding.state, finding.found) == ("missing", f"{endpoint} cannot be reached: use local folders and --data")
 
 
-def test_offline_mode_is_told(monkeypatch):
+def test_shows_offline_mode(monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

@@ -17,11 +17,11 @@ def nothing_known(monkeypatch, own_cache):
     monkeypatch.setattr(probing, "_DTYPES", probing._DTYPES[:1])
 
 
-def told() -> dict[str, tuple[str, str]]:
+def examined() -> dict[str, tuple[str, str]]:
     return {f"{one.what} {one.found}".partition(":")[0]: (one.state, one.found) for one in health.examine(offline=True)}
 
 
-def test_without_a_probe_the_doctor_says_that_defaults_hold_and_how_to_measure():
+def test_without_a_probe_shows_the_defaults_and_how_to_measure():
     lines = [one for one in health.examine(offline=True) if one.what == "exact attention"]
     assert [one.state for one in lines] == ["ok"]
     assert "default; `approx doctor --probe` measures" in lines[0].found
@@ -29,14 +29,14 @@ def test_without_a_probe_the_doctor_says_that_defaults_hold_and_how_to_measure()
 
 
 @pytest.mark.slow
-def test_a_probe_is_told_line_by_line_and_a_new_one_replaces_it(monkeypatch):
+def test_shows_a_probe_line_by_line_and_replaces_it_by_a_new_one(monkeypatch):
     monkeypatch.setattr(probe, "SECONDS", 0.0)
     seen = []
     probing.probe(lambda *where: seen.append(where))
     # Seven forms of attention and, if they can help, fast products.
     assert [(done, total) for _, done, total in seen] == [(done, len(seen)) for done in range(len(seen))]
     assert len(seen) == 7 + (products.obstacle() is None)
-    lines = told()
+    lines = examined()
     forms = ("", ", causal", ", padded", ", causal, padded", ", few", ", training", ", causal, training")
     for form in forms:
         state, text = lines[f"exact attention float32, 512 keys{form}"]
@@ -53,7 +53,7 @@ def test_a_probe_is_told_line_by_line_and_a_new_one_replaces_it(monkeypatch):
     assert len(findings.found("cpu")) == 1 + (products.obstacle() is None)
 
 
-def test_a_probe_leaves_the_checks_of_kernels_and_no_line_takes_them_for_a_probe(monkeypatch):
+def test_a_probe_keeps_the_checks_of_kernels(monkeypatch):
     monkeypatch.setattr(
         probing, "measure", lambda case: {"way": ways.DEFAULT, "milliseconds": {}, "errors": {ways.DEFAULT: 0.0}}
     )
@@ -64,31 +64,31 @@ def test_a_probe_leaves_the_checks_of_kernels_and_no_line_takes_them_for_a_probe
     assert not any(what.startswith(checked.ABOUT) for what, _, _ in probing.status_lines())
 
 
-def test_what_was_measured_beside_other_programs_is_marked_and_the_mark_explained():
-    assert "other programs" not in " ".join(text for _, text in told().values())
+def test_marks_measurements_disturbed_by_other_programs():
+    assert "other programs" not in " ".join(text for _, text in examined().values())
     finding = {"way": "x", "milliseconds": {"x": 1.0, ways.DEFAULT: 2.0}, "errors": {"x": 1e-7}, "crowded": True}
     findings.keep("cpu", "exact attention, float32, 512 keys", finding)
-    lines = " ".join(text for _, text in told().values())
+    lines = " ".join(text for _, text in examined().values())
     assert "x, 2.00× default SDPA, error 1.0e-07 *" in lines
     assert "* other programs used the cores during the measurement: stop them, then measure again" in lines
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("out of memory\nmore")], ids=["memory", "runtime"])
-def test_a_probe_that_fails_leaves_the_default_and_is_told_with_the_remedy(monkeypatch, error):
+def test_a_failed_probe_keeps_the_default_and_names_the_remedy(monkeypatch, error):
     def fail(case):
         raise error
 
     monkeypatch.setattr(probing, "measure", fail)
     probing.probe()
-    state, text = told()["exact attention float32, 512 keys"]
+    state, text = examined()["exact attention float32, 512 keys"]
     assert state == "missing"
-    assert "float32 products" in " ".join(told())
+    assert "float32 products" in " ".join(examined())
     why = "MemoryError" if isinstance(error, MemoryError) else "out of memory"
     assert f"default SDPA, because the probe failed: {why}. Fix that, then measure again with `approx doctor" in text
     assert choice.chosen(choice.Case("cpu", probing._DTYPES[0], 512))[0] == ways.DEFAULT
 
 
-def test_findings_that_cannot_be_kept_are_an_error_with_the_remedy(tmp_path, monkeypatch):
+def test_findings_that_cannot_be_stored_are_an_error_with_the_remedy(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("APPROX_CACHE", str(tmp_path / "file"))
     monkeypatch.setattr(probing, "measure", lambda case: {"way": ways.DEFAULT})
@@ -102,7 +102,7 @@ def test_findings_that_cannot_be_removed_are_an_error_with_the_remedy():
         probing.probe()
 
 
-def test_kernels_are_told_by_the_outcome_of_their_check(monkeypatch):
+def test_lists_kernels_by_the_outcome_of_their_check(monkeypatch):
     checks = {
         "a": checked.Check(["float32"], {}),
         "b": checked.Check(["float32"], {"bfloat16": "off by 1"}),

@@ -142,7 +142,7 @@ def test_an_entry_holds_each_figure_under_its_own_name():
     }
 
 
-def test_of_a_score_of_which_less_is_better_a_rise_is_the_loss():
+def test_a_rise_is_a_loss_where_lower_scores_are_better():
     labels = ["a b c d"] * 40
     worse = ["a b c x" if row % 2 else "a b c d" for row in range(40)]
     examples = [Example(str(row), {}, label, group=str(row // 2)) for row, label in enumerate(labels)]

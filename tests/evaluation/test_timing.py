@@ -147,7 +147,7 @@ def test_waiting_for_an_idle_machine_ends_when_it_is_idle_or_the_time_is_over(mo
     assert not wait_idle(0.0, look=0.0)
 
 
-def test_peak_memory_counts_temporaries_and_not_what_was_there():
+def test_peak_memory_counts_temporaries_only():
     q = torch.randn(64, 1024)
 
     def call() -> torch.Tensor:
@@ -158,7 +158,7 @@ def test_peak_memory_counts_temporaries_and_not_what_was_there():
 
 
 @pytest.mark.skipif(not psutil.LINUX, reason="Linux alone hands out memory that it does not have")
-def test_memory_that_is_not_there_is_refused_and_the_limit_lifted_again():
+def test_refuses_missing_memory_and_restores_the_limit():
     resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_DATA)
     with memory_limit(CPU):

@@ -35,7 +35,7 @@ def inputs(queries, keys, dtype=torch.float64):
 )
 @pytest.mark.parametrize("masked", [False, True], ids=["all real", "masked"])
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
-def test_it_is_the_softmax_of_scores_and_log_mask_forward_and_backward(queries_keys, masked, causal):
+def test_equals_the_softmax_of_scores_and_log_mask_forward_and_backward(queries_keys, masked, causal):
     queries, keys = queries_keys
     spans = torch.rand(HEADS, dtype=torch.float64) * torch.tensor([0.5, 60.0, 150.0, 400.0])
     q, k, v = inputs(queries, keys)
@@ -123,7 +123,7 @@ def test_mass_by_distance_is_that_of_exact_attention(queries_keys, causal):
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 @pytest.mark.parametrize("shortest", [5.0, 100.0], ids=["some", "all"])
 def test_heads_that_span_everything_run_in_c_too(monkeypatch, rows, causal, shortest):
-    # As many numbers a head as C takes for few queries.
+    # The largest head size that C supports for few queries.
     q, k, v = torch.randn(2, HEADS, rows, 16), *torch.randn(2, 2, HEADS, 40, 16)
     monkeypatch.setattr(reference, "exact_attention", lambda *_, **__: pytest.fail("C was asked for"))
     form = {"spans": torch.tensor([100.0, shortest, 100.0, 100.0]), "causal": causal}
@@ -132,6 +132,6 @@ def test_heads_that_span_everything_run_in_c_too(monkeypatch, rows, causal, shor
         torch.testing.assert_close(out, dense(q, k, v, **form, mask=mask), atol=1e-5, rtol=1e-4)
 
 
-def test_spans_that_do_not_fit_the_heads_are_refused():
+def test_rejects_spans_that_do_not_match_the_heads():
     with pytest.raises(ValueError, match=r"spans has shape \[3\]; expected \[4\]"):
         adaptive_span_attention(*inputs(5, 5), spans=torch.ones(3), ramp=2, causal=True, scale=1.0)

@@ -1,4 +1,4 @@
-"""What ops take beside q, k and v is checked before any code reads it: buffers of a checkpoint may hold anything."""
+"""Arguments other than q, k and v are checked before any code reads them: buffers of a checkpoint may hold anything."""
 
 from collections.abc import Callable
 from typing import Any
@@ -185,13 +185,13 @@ IMPLEMENTATIONS = ["reference", pytest.param("cpu", marks=needs_compiler)]
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("op", dict.fromkeys(op for op, _, _ in WRONG), ids=lambda op: op.__name__)
-def test_what_is_right_is_taken(op, impl):
+def test_accepts_valid_arguments(op, impl):
     assert op(impl).isfinite().all()
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("op", "changed", "words"), WRONG)
-def test_what_does_not_fit_is_refused(op, changed, words, impl):
+def test_rejects_mismatched_arguments(op, changed, words, impl):
     with pytest.raises(ValueError, match=words):
         op(impl, **changed)
 
@@ -207,7 +207,7 @@ def test_c_reads_no_query_at_a_negative_place(op, draws):
 
 
 @needs_compiler
-def test_samples_want_no_more_clusters_than_were_drawn():
+def test_rejects_more_clusters_than_draws():
     counts = torch.full((1,), LENGTH)
     with pytest.raises(ValueError, match="expected at least 7 numbers"):
         cluster_samples(Q, None, counts, torch.full((1,), CLUSTERS + 1), PLANES, DRAWS, 3)
@@ -217,7 +217,7 @@ def test_samples_want_no_more_clusters_than_were_drawn():
 @pytest.mark.parametrize(
     "sums", [(1, HEADS, SIZE - 1, SIZE + 1), (1, HEADS, SIZE, SIZE), (1, HEADS + 1, SIZE, SIZE + 1)]
 )
-def test_the_sums_of_a_cache_fit_the_queries(sums):
+def test_checks_the_sums_of_a_cache_against_the_queries(sums):
     newest = Q[:, :, :1], K[:, :, :1], V[:, :, :1]
     with torch.no_grad(), pytest.raises(ValueError, match=r"state.'sums'. has shape .* to fit q"):
         linear_decode(*newest, None, {"sums": torch.zeros(sums)}, impl="cpu")
@@ -276,6 +276,6 @@ def test_a_seed_is_a_whole_number(draw, seed):
     ],
     ids=["list", "none", "sparse", "eight bits", "complex", "huge", "mask"],
 )
-def test_what_is_no_dense_tensor_of_floats_is_refused(changed, words):
+def test_rejects_sparse_and_integer_tensors(changed, words):
     with pytest.raises(ValueError, match=words):
         exact_attention(**({"q": Q, "k": K, "v": V} | changed), causal=False, scale=0.3)

@@ -1,4 +1,4 @@
-"""Files are whole or not at all, whoever writes them."""
+"""Files are written completely or not at all."""
 
 import os
 
@@ -7,7 +7,7 @@ import pytest
 from approx_kernels.runtime.atomic_file import atomic_file, write_whole
 
 
-def test_a_text_is_written_as_it_is_into_a_folder_that_is_made(tmp_path):
+def test_writes_a_text_unchanged_into_a_new_folder(tmp_path):
     path = tmp_path / "new" / "a.csv"
     write_whole(path, "ä\r\nb\n")
     assert path.read_bytes() == b"\xc3\xa4\r\nb\n"
@@ -17,7 +17,7 @@ def test_a_text_is_written_as_it_is_into_a_folder_that_is_made(tmp_path):
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_an_old_file_survives_whatever_stops_the_new_one(call, tmp_path, monkeypatch):
+def test_an_old_file_survives_any_failed_write(call, tmp_path, monkeypatch):
     path = tmp_path / "a"
     write_whole(path, "old")
 

@@ -138,7 +138,7 @@ def steps(op, tensors, mask, impl):
     return [out, *torch.autograd.grad(out, leaves, grad, materialize_grads=True)]
 
 
-# Their kernels are those of others in the sample, and take half of its time.
+# Other cases in the sample run the same kernels, and these take half of the time.
 ONLY_SLOW = ("topk", "causal improved")
 CASES = [
     pytest.param(
@@ -154,7 +154,7 @@ CASES = [
 
 @pytest.mark.parametrize(("op", "shape"), CASES)
 @pytest.mark.sample(4)
-def test_kernels_stay_inside_their_tensors_and_leave_nothing_out(op, shape):
+def test_kernels_stay_inside_their_tensors_and_write_all_of_them(op, shape):
     length, size, values, dtype, kind = shape
     tensors, mask = drawn(length, size, values, dtype), mask_of(kind, length)
     with checked_accesses() as launched:
@@ -163,7 +163,7 @@ def test_kernels_stay_inside_their_tensors_and_leave_nothing_out(op, shape):
         assert launched
     plain, exact = (steps(op, [x.to(wide) for x in tensors], mask, "reference") for wide in (dtype, torch.float64))
     for name, *each in zip(("out", "dq", "dk", "dv"), found, plain, exact, strict=True):
-        # In 16 bits other keys or clusters may be chosen among those that are alike.
+        # In 16 bits rounding may change the choice among nearly equal keys or clusters.
         if dtype == torch.float32 or not op.startswith(("topk", "causal improved", "improved", "lsh", "clustered")):
             assert_close(f"{op}: {name}", *each, factor=8.0)
         else:
@@ -206,7 +206,7 @@ def launch(kernel, *arguments: Any, programs: int, **constants: Any) -> None:
         kernel[(programs,)](*arguments, **constants)
 
 
-def test_what_leaves_its_tensor_is_noticed_also_in_another_tensor():
+def test_detects_accesses_outside_a_tensor_even_inside_another():
     memory = torch.arange(24.0)
     source, target = memory[:8], torch.zeros(8)
     launch(copy_kernel, source, target, programs=2, n=4, shift=0)

@@ -43,7 +43,7 @@ def multiplied(left, right, sums, *, half, left_across, right_across, row=0, col
     (m, depth), n = left.shape, right.shape[1]
     wide = -(-n // library.width()) * library.width()
     a = (left.t() if left_across else left).contiguous()
-    # Rows on the right that are not copied are whole vectors.
+    # Rows of the right factor that are not copied have a whole number of vectors.
     b = right.t().contiguous() if right_across else torch.nn.functional.pad(right, (0, wide - n))
     out = torch.full((m, wide - column), torch.nan)
     if sums is not None:
@@ -83,7 +83,7 @@ def test_products_are_exact_but_for_the_rounding_of_their_factors(
     made, rounded = multiplied(
         whole, right, sums, half=half, left_across=left_across, right_across=right_across, row=row, column=column
     )
-    # Fewer rows than a tile has are left as they are.
+    # Rows beyond the last whole tile are unchanged.
     assert rounded == (half and m >= 16 and instructions().endswith(("AMX", "BF16")))
     if rounded:
         left, right = left.bfloat16(), right.bfloat16()
@@ -126,7 +126,7 @@ def test_numbers_are_rounded_as_pytorch_rounds_them():
 
 
 @needs_compiler
-def test_tiles_are_given_back_for_pytorch_to_set_them_its_own_way():
+def test_releases_tiles_for_pytorch():
     a, b = torch.randn(2, 130, 130).bfloat16().unbind()
     before = a @ b
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""C that is compiled where it runs: kept, announced, and never a wall."""
+"""C is compiled at run time: it is cached, announced, and optional."""
 
 import logging
 import multiprocessing
@@ -21,7 +21,7 @@ SOURCE = "int answer(void) {{ return {}; }}"
 
 @pytest.fixture
 def cache(monkeypatch, tmp_path):
-    """A cache folder of the test's own."""
+    """An empty cache folder."""
     monkeypatch.setenv("APPROX_CACHE", str(tmp_path / "cache"))
     load.cache_clear()
     yield tmp_path / "cache"
@@ -30,28 +30,28 @@ def cache(monkeypatch, tmp_path):
 
 
 @needs_compiler
-def test_what_is_compiled_once_is_read_again(monkeypatch, tmp_path, caplog):
+def test_compiled_code_is_loaded_from_the_cache(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("APPROX_CACHE", str(tmp_path))
     caplog.set_level(logging.INFO)
     load.cache_clear()
     source = SOURCE.format(41)
     assert compiled(source).answer() == 41
-    kept = sorted((tmp_path / "compiled").iterdir())
-    assert len(kept) == 2, "this, and the line that compilers are tried with"
+    in_cache = sorted((tmp_path / "compiled").iterdir())
+    assert len(in_cache) == 2, "this, and the line that compilers are tried with"
     assert "once on this machine" in caplog.text
     load.cache_clear()
     monkeypatch.setattr(compile, "_compile", lambda *_: pytest.fail("compiled again"))
     again = load(source)
     assert not isinstance(again, str)
     assert again.answer() == 41
-    assert kept == sorted((tmp_path / "compiled").iterdir()), "nothing half-made is left"
+    assert in_cache == sorted((tmp_path / "compiled").iterdir()), "nothing half-made is left"
 
 
 @needs_compiler
-def test_a_library_that_was_cut_short_is_compiled_again(monkeypatch, cache, tmp_path):
+def test_a_truncated_library_is_compiled_again(monkeypatch, cache, tmp_path):
     source = SOURCE.format(44)
     compiled(source)
-    # What this process has loaded it would not read again.
+    # This process would not load the library a second time.
     shutil.copytree(cache, tmp_path / "other")
     monkeypatch.setenv("APPROX_CACHE", str(tmp_path / "other"))
     whole = {path: path.read_bytes() for path in (tmp_path / "other" / "compiled").iterdir()}
@@ -65,7 +65,7 @@ def test_a_library_that_was_cut_short_is_compiled_again(monkeypatch, cache, tmp_
 
 
 @needs_compiler
-def test_a_library_that_somebody_else_can_write_is_not_loaded(cache, tmp_path):
+def test_refuses_a_library_that_others_can_write(cache, tmp_path):
     source = SOURCE.format(45)
     compiled(source)
     (cache / "compiled").chmod(0o777)
@@ -115,7 +115,7 @@ def test_of_two_processes_one_compiles_and_the_other_waits(monkeypatch, cache, t
     for each in both:
         each.join()
     assert [each.exitcode for each in both] == [0, 0]
-    # The line that compilers are tried with, and the source.
+    # The trial program of the compiler, and the source.
     assert (tmp_path / "wrapper.log").read_text().count("called") == 2
 
 
@@ -127,7 +127,7 @@ def test_of_two_processes_one_compiles_and_the_other_waits(monkeypatch, cache, t
         (None, "this is not C", "failed"),
     ],
 )
-def test_without_a_compiler_that_works_it_is_said_once_why(monkeypatch, tmp_path, caplog, compiler, source, words):
+def test_warns_once_without_a_working_compiler(monkeypatch, tmp_path, caplog, compiler, source, words):
     monkeypatch.setenv("APPROX_CACHE", str(tmp_path))
     if compiler:
         monkeypatch.setenv("CC", compiler)
@@ -151,13 +151,13 @@ def test_a_switch_turns_compiling_off(monkeypatch, tmp_path, caplog, value, word
     assert "APPROX_COMPILE_C" in said
     assert words in said
     assert not list(tmp_path.iterdir())
-    # Whoever turned it off need not be told.
+    # No warning if the user turned C off.
     assert len(caplog.messages) == warnings
     load.cache_clear()
 
 
 @pytest.mark.skipif(os.name != "posix", reason="a script stands in for the compiler")
-def test_a_compiler_that_fails_is_tried_and_told_of_once_and_the_doctor_names_it(monkeypatch, tmp_path, caplog):
+def test_a_failing_compiler_is_tried_once_and_named_by_the_doctor(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("APPROX_CACHE", str(tmp_path))
     broken = tmp_path / "broken"
     broken.write_text("#!/bin/sh\necho called >> $0.log\necho 'error: no licence' >&2\nexit 1\n", encoding="utf-8")
@@ -166,7 +166,7 @@ def test_a_compiler_that_fails_is_tried_and_told_of_once_and_the_doctor_names_it
     load.cache_clear()
     for number in (7, 8, 9):
         assert "no licence" in str(load(SOURCE.format(number)))
-    # Asked for its version, then with OpenMP and without.
+    # One call for the version, one with OpenMP and one without.
     assert (tmp_path / "broken.log").read_text().count("called") == 3
     assert sum("Slower code" in message for message in caplog.messages) == 1
     (finding,) = (each for each in health.examine(offline=True) if each.what == "c compiler")
@@ -186,7 +186,7 @@ def test_a_compiler_that_hangs_is_not_waited_for(monkeypatch, tmp_path):
     load.cache_clear()
 
 
-def test_a_folder_that_cannot_be_made_is_named(monkeypatch, tmp_path):
+def test_names_a_folder_that_cannot_be_made(monkeypatch, tmp_path):
     file = tmp_path / "file"
     file.touch()
     monkeypatch.setenv("APPROX_CACHE", str(file))

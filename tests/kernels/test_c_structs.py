@@ -1,4 +1,4 @@
-"""What C is handed: structures as large as its own, and only tensors that it can read."""
+"""Arguments of C functions: structures of equal size on both sides, and only tensors that C can read."""
 
 import ctypes
 import re
@@ -18,15 +18,15 @@ def told_by(source: str) -> set[str]:
     return set(re.findall(r"^SIZE_OF\((\w+), ", source, re.M))
 
 
-def test_every_structure_is_one_that_some_source_tells_the_size_of():
+def test_every_structure_has_its_size_in_a_source():
     assert set().union(*map(told_by, SOURCES.values())) == STRUCTS.keys()
 
 
-def test_every_structure_in_c_that_a_function_takes_tells_its_size():
+def test_every_structure_argument_in_c_exports_its_size():
     for name, source in SOURCES.items():
         taken = set(re.findall(r"^int \w+\(const (\w+) \*\w", source, re.M)) - {"uint8_t", "float"}
-        told = set(re.findall(r"^SIZE_OF\(\w+, (\w+)\)", source, re.M))
-        assert taken <= told, name
+        measured = set(re.findall(r"^SIZE_OF\(\w+, (\w+)\)", source, re.M))
+        assert taken <= measured, name
 
 
 @needs_compiler
@@ -40,15 +40,15 @@ def test_structures_are_as_large_in_c_as_here(name):
 
 
 @needs_compiler
-def test_a_library_whose_structures_are_others_is_not_used(monkeypatch):
+def test_refuses_a_library_with_other_structures(monkeypatch):
     class Longer(ctypes.Structure):
         _fields_ = (*structs.TopK._fields_, ("more", ctypes.c_int64))
 
     monkeypatch.setitem(STRUCTS, "topk", Longer)
-    told = load.__wrapped__(SOURCES["topk/forward.c"])
-    assert isinstance(told, str)
-    assert "the structure topk has" in told
-    assert f"{ctypes.sizeof(Longer)} in Python" in told
+    loaded = load.__wrapped__(SOURCES["topk/forward.c"])
+    assert isinstance(loaded, str)
+    assert "the structure topk has" in loaded
+    assert f"{ctypes.sizeof(Longer)} in Python" in loaded
 
 
 @pytest.mark.parametrize(
@@ -61,13 +61,13 @@ def test_a_library_whose_structures_are_others_is_not_used(monkeypatch):
         (torch.zeros(2, 3, dtype=torch.int32, device="meta"), "on meta"),
     ],
 )
-def test_only_what_c_reads_has_an_address(tensor, words):
-    with pytest.raises(ValueError, match=words) as told:
+def test_only_tensors_for_c_have_an_address(tensor, words):
+    with pytest.raises(ValueError, match=words) as caught:
         address(tensor, torch.int32, 2, 3)
-    assert "it reads contiguous torch.int32 on the CPU of shape [2, 3]" in str(told.value)
+    assert "it reads contiguous torch.int32 on the CPU of shape [2, 3]" in str(caught.value)
 
 
-def test_what_is_not_there_is_null():
+def test_missing_tensors_are_null():
     assert address(None, torch.int32, 2, 3).value is None
     right = torch.zeros(2, 3, dtype=torch.int32)
     assert address(right, torch.int32, 2, 3).value == right.data_ptr()

@@ -1,4 +1,4 @@
-"""Where things are kept, and when code from there is not to be trusted."""
+"""Location of the cache folder, and when code in it is not trusted."""
 
 import os
 import pwd
@@ -42,17 +42,17 @@ def test_the_most_special_variable_names_the_folder(monkeypatch, variables, expe
 
 
 @pytest.mark.usefixtures("homeless")
-def test_a_user_without_a_home_is_asked_for_none(monkeypatch, tmp_path):
+def test_uses_a_temporary_folder_for_a_user_without_home(monkeypatch, tmp_path):
     monkeypatch.setenv("APPROX_CACHE", str(tmp_path))
     load.cache_clear()
-    # With or without a compiler it raises nothing.
+    # It raises nothing, with or without a compiler.
     load("int answer(void) { return 43; }")
     load.cache_clear()
     assert private_folder("compiled") == tmp_path / "compiled"
 
 
 @pytest.mark.usefixtures("homeless")
-def test_without_a_home_and_a_wish_things_are_kept_among_temporary_files(monkeypatch, tmp_path):
+def test_uses_a_temporary_folder_without_home_or_variable(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert private_folder("compiled") == tmp_path / f"approx-{os.getuid()}" / "compiled"
 

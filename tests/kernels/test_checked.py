@@ -1,4 +1,4 @@
-"""On a GPU `auto` takes the kernels that have passed their check there, and no others."""
+"""On a GPU `auto` uses only kernels that have passed their check there."""
 
 import ast
 import logging
@@ -25,7 +25,7 @@ def a_gpu(monkeypatch, own_cache):
     """Names for GPUs that are not here; everything else about findings is real."""
     monkeypatch.setattr(findings, "_known", {})
     monkeypatch.setattr(findings, "machine", lambda device: f"a GPU, {torch.device(device).index or 0}")
-    # Of one for which nothing is shipped.
+    # A capability without shipped checks.
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
 
 
@@ -39,14 +39,16 @@ def chosen_for(x, impl="auto", op=OP, why=None):
     return choose(op, impl, ranked(x, why, reference=None), x)
 
 
-def test_kernels_that_nobody_checked_are_left_to_who_asks_for_them(caplog):
+def test_unchecked_kernels_run_only_on_explicit_request(caplog):
     caplog.set_level(logging.WARNING)
     x = on_gpu()
     assert [chosen_for(x), chosen_for(x)] == ["reference"] * 2
-    (told,) = caplog.messages
-    assert told.startswith("linear_attention runs in PyTorch, not in its Triton kernels: they have not been checked on")
-    assert "`python bench/gpu.py -o FOLDER`" in told
-    assert "impl='triton'" in told
+    (message,) = caplog.messages
+    assert message.startswith(
+        "linear_attention runs in PyTorch, not in its Triton kernels: they have not been checked on"
+    )
+    assert "`python bench/gpu.py -o FOLDER`" in message
+    assert "impl='triton'" in message
     assert chosen_for(x, "triton") == "triton"
     with implementation("triton"):
         assert chosen_for(x) == "triton"
@@ -55,21 +57,21 @@ def test_kernels_that_nobody_checked_are_left_to_who_asks_for_them(caplog):
     assert chosen_for(x) == "reference"
 
 
-def test_exact_attention_goes_to_pytorchs_fused_kernels_instead_and_says_so(caplog):
+def test_exact_attention_uses_pytorchs_fused_kernels_instead_and_logs_it(caplog):
     caplog.set_level(logging.WARNING)
     x = on_gpu()
     assert choose("flash_attention", "auto", ranked(x, None, fused=None, reference=None), x) == "fused"
     assert "flash_attention runs in PyTorch" in caplog.text
 
 
-def test_an_obstacle_is_told_before_a_doubt(caplog):
+def test_reports_an_obstacle_before_a_missing_check(caplog):
     caplog.set_level(logging.WARNING)
     assert chosen_for(on_gpu(), op="topk_attention", why="the head size is 24.") == "reference"
     assert "because 'triton' cannot run: the head size is 24." in caplog.text
     assert "checked" not in caplog.text
 
 
-def test_what_passed_is_taken_in_its_dtypes_on_its_device_and_by_later_processes(monkeypatch):
+def test_uses_passed_kernels_in_their_dtypes_on_their_device_and_in_later_processes(monkeypatch):
     keep_check(OP, "cuda", Check(["bfloat16"], {}))
     assert chosen_for(on_gpu()) == "triton"
     monkeypatch.setattr(findings, "_known", {})
@@ -84,25 +86,25 @@ def test_under_autocast_both_dtypes_must_have_passed():
     keep_check(OP, "cuda", Check(["float32", "bfloat16"], {}))
     for dtype, expected in ((torch.bfloat16, "triton"), (torch.float16, "reference")):
         with torch.autocast("cuda", dtype=dtype):
-            # Where there is no GPU it would not begin by itself.
+            # Without a GPU it would not start by itself.
             torch.set_autocast_enabled("cuda", True)
             assert chosen_for(on_gpu(torch.float32)) == expected
 
 
 def test_exact_attention_takes_flash_kernels_that_a_probe_found_only_where_they_passed(monkeypatch):
     ways_taken = []
-    monkeypatch.setattr(api, "chosen", lambda case: (ways.OWN, lambda *given, **how: ways_taken.append(ways.OWN)))
+    monkeypatch.setattr(api, "chosen", lambda case: (ways.OWN, lambda *arguments, **how: ways_taken.append(ways.OWN)))
     monkeypatch.setattr(api, "needs_pytorch", lambda *tensors: None)
     with FakeTensorMode():
         q, k, v = (torch.empty(1, 2, 200, 16, dtype=torch.bfloat16, device="cuda:0") for _ in range(3))
-        monkeypatch.setattr(api, "exact_attention", lambda *given, **how: ways_taken.append(ways.DEFAULT))
+        monkeypatch.setattr(api, "exact_attention", lambda *arguments, **how: ways_taken.append(ways.DEFAULT))
         api.fastest_attention(q, k, v, causal=False, scale=1.0)
         keep_check("flash_attention", "cuda", Check(["bfloat16"], {}))
         api.fastest_attention(q, k, v, causal=False, scale=1.0)
     assert ways_taken == [ways.DEFAULT, ways.OWN]
 
 
-def test_what_failed_is_not_taken_and_the_error_is_told():
+def test_skips_failed_kernels_and_logs_the_error():
     keep_check(OP, "cuda", Check(["float16"], {"bfloat16": "linear in attention failed: out has error 1"}))
     assert chosen_for(on_gpu(torch.float16)) == "triton"
     assert chosen_for(on_gpu()) == "reference"
@@ -199,7 +201,7 @@ def test_digest_is_the_same_where_all_files_are_in_one_folder(tmp_path):
     assert identity("lsh_attention").startswith(digest_of(files, "lsh_attention"))
 
 
-def test_it_is_asked_while_a_model_is_compiled_without_a_break():
+def test_checks_are_read_during_compilation_without_a_graph_break():
     keep_check(OP, "cuda:0", Check(["float32"], {}))
 
     def take(x):
@@ -210,7 +212,7 @@ def test_it_is_asked_while_a_model_is_compiled_without_a_break():
     assert torch.equal(torch.compile(take, fullgraph=True, backend="eager")(x), x + 1)
 
 
-def test_every_op_with_kernels_is_known_and_gives_its_tensor():
+def test_lists_every_op_with_kernels_and_its_tensor():
     kernels = {}
     for path in Path(approx_kernels.__path__[0]).glob("ops/*/api.py"):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):

@@ -46,7 +46,7 @@ def test_kinds_of_input():
 @pytest.mark.parametrize(
     ("processor", "compiled"),
     [
-        # Least keys in float32 and bfloat16 for many queries, and in bfloat16 for a few; None where C is never taken.
+        # Fewest keys for C in float32 and bfloat16 with many queries, and in bfloat16 with few; None if C is never used.
         ("AVX2", (None, None, None)),
         ("DEFAULT", (None, None, None)),
         ("AVX512", (512, None, None)),
@@ -70,7 +70,7 @@ def test_without_a_probe_the_table_decides(monkeypatch, processor, compiled):
 
 
 @with_c
-def test_what_a_probe_found_counts_before_the_table(monkeypatch):
+def test_findings_of_a_probe_override_the_table(monkeypatch):
     monkeypatch.setattr(choice, "instructions", lambda: "AVX512 and BF16")
     case = Case("cpu", torch.float32, 512)
     assert chosen(case)[0] == ways.COMPILED
@@ -78,14 +78,14 @@ def test_what_a_probe_found_counts_before_the_table(monkeypatch):
     assert chosen(case)[0] == ways.DEFAULT
     keep(case, "chunks of 256")
     assert chosen(case)[0] == "chunks of 256"
-    # A way of another version.
+    # An implementation of another version.
     keep(case, "magic")
     assert chosen(case)[0] == ways.COMPILED
 
 
 @pytest.mark.parametrize("way", ["chunks of 256", "default SDPA by lengths"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_what_was_found_runs(way, causal):
+def test_runs_the_found_implementation(way, causal):
     keep(Case("cpu", torch.float32, 128, causal=causal, padded=True), way)
     q, k, v = torch.randn(3, 2, 2, 140, 8).unbind()
     mask = torch.arange(140) < torch.tensor([[140], [40]])
@@ -94,7 +94,7 @@ def test_what_was_found_runs(way, causal):
     assert took == {"fastest_attention": way}
     plain = exact_attention(q, k, v, mask, causal=causal, scale=0.3, impl="reference")
     torch.testing.assert_close(outputs[0].transpose(1, 2)[mask], plain.transpose(1, 2)[mask])
-    # Nothing but SDPA drops weights; the mean of the dropped ones is right in any case.
+    # Only SDPA applies dropout; its mean is right in any case.
     assert torch.isfinite(fastest_attention(q, k, v, mask, causal=causal, scale=0.3, dropout=0.5)).all()
 
 
@@ -109,7 +109,7 @@ def test_every_default_runs_whatever_the_sizes_of_heads(monkeypatch):
             for causal in (False, True):
                 actual = fastest_attention(q, k, v, causal=causal, scale=0.3)
                 exact = exact_attention(*(x.double() for x in (q, k, v)), causal=causal, scale=0.3, impl="reference")
-                # Of bfloat16 every weight and every output is rounded.
+                # In bfloat16 weights and outputs are rounded.
                 atol, rtol = (1e-5, 1.3e-6) if default_way.dtype == torch.float32 else (2e-2, 2e-2)
                 torch.testing.assert_close(actual, exact.to(actual.dtype), atol=atol, rtol=rtol)
                 if grad:
@@ -117,7 +117,7 @@ def test_every_default_runs_whatever_the_sizes_of_heads(monkeypatch):
                     assert all(bool(torch.isfinite(each).all()) for each in grads)
 
 
-def test_few_queries_that_c_cannot_take_go_another_way():
+def test_few_queries_that_c_does_not_support_run_elsewhere():
     keep(Case("cpu", torch.float32, 128, few=True), ways.COMPILED)
     keep(Case("cpu", torch.float32, 128, few=True, training=True), ways.COMPILED)
     for size, grad in ((16, False), (24, False), (16, True)):
@@ -128,7 +128,7 @@ def test_few_queries_that_c_cannot_take_go_another_way():
 
 
 @pytest.mark.parametrize("rows", [1, 140])
-def test_c_that_was_found_and_no_longer_compiles_leaves_sdpa(monkeypatch, rows):
+def test_falls_back_to_sdpa_if_c_no_longer_compiles(monkeypatch, rows):
     case = Case("cpu", torch.float32, 128, few=rows == 1)
     keep(case, ways.COMPILED)
     monkeypatch.setattr(ways, "c_obstacle", lambda *_: "the folder is full.")
@@ -156,7 +156,7 @@ def compiling(monkeypatch):
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["C goes", "C comes"])
-def test_what_was_found_with_c_or_without_it_does_not_count_after_a_change(compiling, later):
+def test_findings_are_void_after_c_is_turned_on_or_off(compiling, later):
     case = Case("cpu", torch.bfloat16, 512)
     compiling(not later)
     keep(case, "chunks of 256")

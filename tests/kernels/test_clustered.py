@@ -81,7 +81,7 @@ def test_causal_float32_is_as_close_to_float64_as_exact_attention_is(topk, n):
         assert_close(name, actual, exact.float(), exact, factor=8.0)
 
 
-def test_dropped_keys_of_a_query_have_no_gradient_and_kept_ones_the_right_one():
+def test_only_chosen_keys_of_a_query_have_gradients():
     q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 1, 12, 3, dtype=torch.float64).unbind())
     centroids, selectors = draw_centroids(1, 3, clusters=4, seed=0)
 
@@ -102,7 +102,7 @@ def test_dropped_keys_of_a_query_have_no_gradient_and_kept_ones_the_right_one():
         ({"planes": None, "draws": None, "selectors": SELECTORS[:, :5]}, "selectors has shape"),
     ],
 )
-def test_there_is_one_way_to_cluster_and_it_fits(changed, words):
+def test_requires_exactly_one_valid_clustering(changed, words):
     q = torch.randn(1, 3, 20, 24)
     with pytest.raises(ValueError, match=words):
         clustered_attention(q, q, q, topk=4, **(TENSORS | changed))

@@ -18,9 +18,9 @@ CENTROIDS, SELECTORS = draw_centroids(2, 24, clusters=12, seed=0)
 FITTED = {"centroids": CENTROIDS, "selectors": SELECTORS, "scale": 0.3}
 
 
-def attend(impl: str, dtype: torch.dtype, *given: Any, **settings: Any) -> tuple[torch.Tensor, ...]:
+def attend(impl: str, dtype: torch.dtype, *arguments: Any, **settings: Any) -> tuple[torch.Tensor, ...]:
     """The output and the gradients, on inputs that are rounded to 16 bits, so that every dtype chooses the same keys."""
-    *tensors, grad, mask = given
+    *tensors, grad, mask = arguments
     q, k, v = inputs = tuple(x.bfloat16().to(dtype).requires_grad_() for x in tensors)
     out = causal_clustered_attention(q, k, v, mask, impl=impl, **settings)
     assert chosen()["causal_clustered_attention"] == impl
@@ -39,11 +39,11 @@ def attend(impl: str, dtype: torch.dtype, *given: Any, **settings: Any) -> tuple
     fill=st.sampled_from([None, 0.0, 0.7]),
     seed=st.integers(0, 1000),
 )
-def test_it_is_as_close_as_the_reference(dtype, shape, square, sizes, clusters, chunk, topk, fill, seed):
+def test_is_as_accurate_as_the_reference(dtype, shape, square, sizes, clusters, chunk, topk, fill, seed):
     torch.manual_seed(seed)
     batch, heads, length, keys = shape
     keys = length if square else keys
-    # As projections lay heads out, and values of one sign: sums that cancel say nothing.
+    # Heads laid out as by projections, and values of one sign, so that sums do not cancel.
     q, k = (torch.randn(batch, n, heads, sizes[0]).transpose(1, 2) for n in (length, keys))
     v, grad = torch.rand(batch, heads, keys, sizes[1]), torch.randn(batch, heads, length, sizes[1])
     mask = None if fill is None else torch.rand(batch, keys) < fill
@@ -70,7 +70,7 @@ def test_far_scores_and_keys_that_lose_their_place_change_nothing():
 
 @pytest.mark.parametrize("topk", [None, 16], ids=["plain", "improved"])
 @pytest.mark.parametrize("new", [1, 3, 40])
-def test_new_queries_on_a_cache_get_what_the_whole_sequence_gives_them(topk, new):
+def test_new_queries_on_a_cache_equal_the_whole_sequence(topk, new):
     q, k, v = torch.randn(3, 2, 2, 200, 24).unbind()
     whole = causal_clustered_attention(q, k, v, chunk=30, topk=topk, **FITTED, impl="cpu")
     last = causal_clustered_attention(q[:, :, -new:], k, v, chunk=30, topk=topk, **FITTED, impl="cpu")
@@ -78,26 +78,26 @@ def test_new_queries_on_a_cache_get_what_the_whole_sequence_gives_them(topk, new
 
 
 def test_threads_and_neighbours_change_no_bit():
-    given = torch.randn(4, 3, 2, 200, 24).unbind()
+    tensors = torch.randn(4, 3, 2, 200, 24).unbind()
     way = {"chunk": 30, "topk": 16, **FITTED}
-    first, threads = attend("cpu", torch.float32, *given, None, **way), torch.get_num_threads()
+    first, threads = attend("cpu", torch.float32, *tensors, None, **way), torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        others = attend("cpu", torch.float32, *given, None, **way)
+        others = attend("cpu", torch.float32, *tensors, None, **way)
     finally:
         torch.set_num_threads(threads)
-    alone = attend("cpu", torch.float32, *(x[1:2] for x in given), None, **way)
+    alone = attend("cpu", torch.float32, *(x[1:2] for x in tensors), None, **way)
     for each, other, single in zip(first, others, alone, strict=True):
         assert torch.equal(other, each)
         assert torch.equal(single, each[1:2])
 
 
 @pytest.mark.parametrize("topk", [None, 16], ids=["plain", "improved"])
-def test_what_no_query_saw_has_no_gradient(topk):
+def test_unseen_keys_have_no_gradient(topk):
     q, k, v, grad = torch.randn(4, 1, 2, 200, 24).unbind()
     grad[:, :, 77:] = 0
     _, *grads = attend("cpu", torch.float32, q, k, v, grad, None, chunk=30, topk=topk, **FITTED)
-    # The first query sees itself alone, whatever its score is.
+    # The first query sees only itself.
     assert all(x[:, :, 77:].eq(0).all() and x[:, :, 1:77].ne(0).all() for x in grads)
 
 
@@ -111,7 +111,7 @@ def test_gradients_may_arrive_in_any_layout():
 
 
 @pytest.mark.parametrize("topk", [None, 4])
-def test_nan_is_not_hidden_from_those_who_come_after_it(topk):
+def test_nan_reaches_later_queries(topk):
     q, k, v = torch.randn(3, 1, 2, 80, 24).unbind()
     k[:, :, 40, 3] = float("nan")
     out = causal_clustered_attention(q, k, v, chunk=10, topk=topk, **FITTED, impl="cpu")
@@ -119,7 +119,7 @@ def test_nan_is_not_hidden_from_those_who_come_after_it(topk):
     assert not out[:, :, :40].isnan().any()
 
 
-def test_what_it_cannot_do_is_refused_by_name_and_left_to_the_reference():
+def test_refuses_unsupported_arguments_explicitly_and_auto_uses_the_reference():
     q = torch.randn(1, 2, 40, 24, dtype=torch.float64)
     way = {"chunk": 8, "topk": 4, **FITTED}
     with pytest.raises(ValueError, match="float64"):

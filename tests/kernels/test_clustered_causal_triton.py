@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
 
 def draw(length, keys, *, size=16, values=16, heads=1, batch=1, dtype=torch.float32):
-    # Heads beside each other in memory, as a model has them.
+    # Heads of a token are contiguous in memory, as in a model.
     shapes = (length, size), (keys, size), (keys, values)
     return [torch.randn(batch, n, heads, d).to(DEVICE, dtype).transpose(1, 2) for n, d in shapes]
 
@@ -41,9 +41,9 @@ def run(tensors, impl, key_mask=None, grad=None, **how):
     return [out, *torch.autograd.grad(out, leaves, grad.to(out.dtype).expand_as(out))]
 
 
-def check(tensors, *given, **how):
-    wide = run([x.double() for x in tensors], "reference", *given, **how)
-    plain, computed = (run(tensors, impl, *given, **how) for impl in ("reference", "triton"))
+def check(tensors, *arguments, **how):
+    wide = run([x.double() for x in tensors], "reference", *arguments, **how)
+    plain, computed = (run(tensors, impl, *arguments, **how) for impl in ("reference", "triton"))
     for name, *each in zip(("out", "dq", "dk", "dv"), computed, plain, wide, strict=True):
         # Sums chunk by chunk round a little differently from one sum.
         assert_close(name, *each, factor=4.0)
@@ -51,11 +51,11 @@ def check(tensors, *given, **how):
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """What kernels write to is full of NaN, and of numbers that mean nothing, before they do."""
+    """Fill the outputs of kernels with NaN and arbitrary numbers before they run."""
 
     def spoilt(make):
-        def made(*given, **how):
-            x = make(*given, **how)
+        def made(*arguments, **how):
+            x = make(*arguments, **how)
             return x.fill_(torch.nan if x.is_floating_point() else 77)
 
         return made
@@ -192,20 +192,20 @@ def test_strides_do_not_matter():
     expected = run((q, k, spread.contiguous()), "triton", None, torch.ones(1, device=DEVICE), **settings())
     leaves = [x.requires_grad_() for x in (*odd, spread)]
     out = causal_clustered_attention(*leaves, impl="triton", **settings())
-    # A sum's gradient is one number, seen as many.
+    # The gradient of a sum is an expanded scalar.
     computed = [out, *torch.autograd.grad(out.sum(), leaves)]
     assert all(torch.equal(*each) for each in zip(computed, expected, strict=True))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kept", [0, 2], ids=["plain", "improved"])
-def test_the_operators_pass_pytorchs_own_checks(kept):
+@pytest.mark.parametrize("topk", [0, 2], ids=["plain", "improved"])
+def test_operators_pass_opcheck(topk):
     q, k, v = (x.requires_grad_() for x in draw(11, 11))
     near, lse = torch.randn(1, 1, 11, 16, device=DEVICE), torch.randn(1, 1, 11, device=DEVICE)
     rows, order = torch.randn(1, 1, 2, 16, device=DEVICE), torch.randperm(11, device=DEVICE).int().view(1, 1, 11)
     begins = torch.tensor([[[0, 2, 4, 6, 7, 9, 11]]], dtype=torch.int32, device=DEVICE)
-    given = q, k, v, near.requires_grad_(), lse.requires_grad_(), rows, order, begins, 5, kept, 0.3, False
-    opcheck(triton_causal_far.far_forward.operator, given)
+    arguments = q, k, v, near.requires_grad_(), lse.requires_grad_(), rows, order, begins, 5, topk, 0.3, False
+    opcheck(triton_causal_far.far_forward.operator, arguments)
 
 
 @pytest.mark.slow
@@ -233,13 +233,13 @@ def test_operations_are_counted():
         forward = counter.get_total_flops()
         out.sum().backward()
     groups, near = 24 * 3 * 16, 3 * 36 * (16 + 32)
-    past, own = 3 * 16 * (3 * 16 + 32), 24 * 2 * (16 + 32)
-    assert forward == 2 * (groups + near + past + own)
+    past, nearest = 3 * 16 * (3 * 16 + 32), 24 * 2 * (16 + 32)
+    assert forward == 2 * (groups + near + past + nearest)
     back = 3 * 36 * (4 * 16 + 3 * 32) + 3 * 16 * (4 * 16 + 2 * 32) + 24 * 2 * (4 * 16 + 3 * 32)
     assert counter.get_total_flops() - forward == 2 * back
 
 
-def test_what_it_has_no_kernel_for_is_told():
+def test_names_cases_without_a_kernel():
     with pytest.raises(ValueError, match="no dropout, and 0\\.1 was asked for"):
         causal_clustered_attention(*draw(9, 9), impl="triton", dropout=0.1, **settings())
     with pytest.raises(ValueError, match="at most 2048 tokens, and 2100"):

@@ -17,9 +17,9 @@ from closeness import assert_close
 pytestmark = needs_compiler
 
 
-def attend(impl: str, dtype: torch.dtype, *given: Any, **settings: Any) -> tuple[torch.Tensor, ...]:
+def attend(impl: str, dtype: torch.dtype, *arguments: Any, **settings: Any) -> tuple[torch.Tensor, ...]:
     """The output and the gradients, on inputs that are rounded to 16 bits, so that every dtype finds the same clusters."""
-    *tensors, grad, mask = given
+    *tensors, grad, mask = arguments
     q, k, v = inputs = tuple(x.bfloat16().to(dtype).requires_grad_() for x in tensors)
     out = clustered_attention(q, k, v, mask, impl=impl, **settings)
     assert chosen()["clustered_attention"] == impl
@@ -39,7 +39,7 @@ def attend(impl: str, dtype: torch.dtype, *given: Any, **settings: Any) -> tuple
     fill=st.sampled_from([None, 0.0, 0.5, 0.9]),
     seed=st.integers(0, 1000),
 )
-def test_it_is_as_close_as_the_reference(dtype, frozen, shape, square, sizes, clusters, topk, bits, fill, seed):
+def test_is_as_accurate_as_the_reference(dtype, frozen, shape, square, sizes, clusters, topk, bits, fill, seed):
     torch.manual_seed(seed)
     batch, heads, length, keys = shape
     keys = length if square else keys
@@ -77,11 +77,11 @@ def test_the_clusters_are_those_of_the_reference(dtype, n, clusters, bits):
         assert torch.equal(*results)
 
 
-def test_clusters_are_told_apart_where_their_number_takes_more_than_16_bits():
+def test_distinguishes_more_clusters_than_16_bits_can_count():
     n, clusters = 2**16 + 3, 2**16 + 1
     planes, draws = draw_planes(64, bits=63, bias=True, clusters=clusters, seed=0)
     assignments = cluster_queries(torch.randn(1, n, 64), planes, draws, clusters=clusters, iterations=1, impl="cpu")[0]
-    # Each centroid is one query of a stretch, whose nearest it is: no two random ones have the same 63 bits.
+    # Each centroid is one query of its stretch, whose nearest it is: no two random queries share all 63 bits.
     starts = torch.arange(clusters + 1) * n // clusters
     assert torch.equal(assignments[starts[:-1] + draws % starts.diff()].long(), torch.arange(clusters))
 
@@ -90,7 +90,7 @@ def test_equal_keys_and_far_scores_change_nothing():
     q, v = torch.randn(1, 2, 300, 16) * 30, torch.randn(1, 2, 300, 16)
     k = torch.randn(1, 2, 3, 16).repeat(1, 1, 100, 1)
     planes, draws = draw_planes(16, bits=63, bias=True, clusters=25, seed=0)
-    # Copies of a key have equal scores, of which any may be among the largest, so their values are equal, too.
+    # Copies of a key tie, and any of them may be chosen, so their values are equal too.
     v = v[:, :, :3].repeat(1, 1, 100, 1)
     way = {"planes": planes, "draws": draws, "clusters": 25, "iterations": 3, "topk": 32, "scale": 1.0}
     exact = attend("reference", torch.float64, q, k, v, v, None, **way)
@@ -130,7 +130,7 @@ def test_nan_is_not_hidden():
         assert out.isnan().any(-1).all()
 
 
-def test_what_it_cannot_do_is_refused_by_name_and_left_to_the_reference():
+def test_refuses_unsupported_arguments_explicitly_and_auto_uses_the_reference():
     q = torch.randn(1, 2, 40, 8, dtype=torch.float64)
     planes, draws = draw_planes(8, bits=20, bias=True, clusters=9, seed=0)
     way = {"planes": planes, "draws": draws, "clusters": 9, "iterations": 2, "topk": 4, "scale": 0.3}
@@ -140,7 +140,7 @@ def test_what_it_cannot_do_is_refused_by_name_and_left_to_the_reference():
     assert chosen()["clustered_attention"] == "reference"
 
 
-def test_without_a_compiler_it_runs_all_the_same(monkeypatch, tmp_path):
+def test_runs_without_a_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("CC", "no-such-compiler")
     load.cache_clear()
     try:
@@ -156,7 +156,7 @@ def test_without_a_compiler_it_runs_all_the_same(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("keys", [40, 300])
-def test_of_equal_scores_the_first_keys_are_weighed_by_each_query(keys):
+def test_chooses_the_first_keys_of_equal_scores(keys):
     # Opposite queries in one cluster: their mean is 0, and sees all keys alike.
     one, other = torch.randn(2, 16)
     q = torch.stack([one, -one, other, -other])[None, None]

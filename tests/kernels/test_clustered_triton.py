@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
 
 def draw(length, keys, *, size=16, values=16, heads=1, batch=1, dtype=torch.float32):
-    # Heads beside each other in memory, as a model has them.
+    # Heads of a token are contiguous in memory, as in a model.
     shapes = (length, size), (keys, size), (keys, values)
     return [torch.randn(batch, n, heads, d).to(DEVICE, dtype).transpose(1, 2) for n, d in shapes]
 
@@ -45,25 +45,25 @@ def run(tensors, impl, key_mask=None, **how):
     return [out, *torch.autograd.grad(out, leaves, grad)]
 
 
-def check(tensors, *given, **how):
-    wide = run([x.double() for x in tensors], "reference", *given, **how)
-    plain, computed = (run(tensors, impl, *given, **how) for impl in ("reference", "triton"))
+def check(tensors, *arguments, **how):
+    wide = run([x.double() for x in tensors], "reference", *arguments, **how)
+    plain, computed = (run(tensors, impl, *arguments, **how) for impl in ("reference", "triton"))
     for name, *each in zip(("out", "dq", "dk", "dv"), computed, plain, wide, strict=True):
-        # Sums tile by tile round a little differently from one sum; by how much depends on the processor where NumPy's
-        # products stand in for a GPU's.
+        # Sums over tiles round differently from a single sum; by how much depends on the processor where NumPy's products
+        # stand in for a GPU's.
         assert_close(name, *each, factor=6.0)
 
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """Results that need not be zeros at padding are full of NaN before they are written."""
+    """Fill outputs whose padding need not be zero with NaN before kernels run."""
     made, summed = launching.beside, members._sums
 
     def full(x, size, padded):
         return made(x, size, padded) if padded else made(x, size, padded).fill_(torch.nan)
 
     monkeypatch.setattr(launching, "beside", full)
-    monkeypatch.setattr(members, "_sums", lambda *given: summed(*given).fill_(torch.nan))
+    monkeypatch.setattr(members, "_sums", lambda *arguments: summed(*arguments).fill_(torch.nan))
 
 
 @pytest.mark.parametrize("topk", [None, 1, 25], ids=["plain", "top 1", "all keys"])
@@ -105,7 +105,7 @@ def test_a_cluster_for_each_query_is_exact(topk):
 
 
 def test_padding_is_not_read():
-    # Behind the last real token and before the first, that is: within a tile keys are read before they are masked.
+    # Padding outside the real tokens; keys within a tile are read before they are masked.
     tensors, real = draw(13, 13, batch=3), mask(13)[[0, 2, 3]]
     for x in tensors:
         x.masked_fill_(~real[:, None, :, None], torch.nan)
@@ -119,7 +119,7 @@ def test_frozen_centroids():
 
 
 def test_half_precision():
-    # All keys, for which of two that 16 bits cannot tell apart is larger, nobody says.
+    # All keys, as the order of scores that are equal in 16 bits is undefined.
     check(draw(17, 17, dtype=torch.float16), **settings(topk=17))
 
 
@@ -177,11 +177,11 @@ def test_operations_are_counted():
     with FlopCounterMode(display=False) as counter:
         clustered_attention(*draw(12, 14, values=32), impl="triton", **settings(clusters=3, topk=2))
     hashed, compared = 12 * 20 * 16, 2 * 2 * 12 * 20 * 3
-    attended, chosen, own = 3 * 14 * (16 + 32), 3 * 14 * 16, (12 + 3) * 2 * (16 + 32)
-    assert counter.get_total_flops() == 2 * (hashed + compared + attended + chosen + own)
+    attended, chosen, per_member = 3 * 14 * (16 + 32), 3 * 14 * 16, (12 + 3) * 2 * (16 + 32)
+    assert counter.get_total_flops() == 2 * (hashed + compared + attended + chosen + per_member)
 
 
-def test_what_it_has_no_kernel_for_is_told():
+def test_names_cases_without_a_kernel():
     with pytest.raises(ValueError, match="no dropout, and 0\\.1 was asked for"):
         clustered_attention(*draw(9, 9), impl="triton", dropout=0.1, **settings())
     with pytest.raises(ValueError, match="at most 128 clusters, and 129"):

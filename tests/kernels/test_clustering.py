@@ -1,4 +1,4 @@
-"""Hamming k-means against loops that say what it is, and centroids that are fitted once."""
+"""Hamming k-means against plain loops, and centroids that are fitted once."""
 
 from itertools import pairwise
 
@@ -92,7 +92,7 @@ def test_draws_come_from_the_seed_alone():
     ("planes", "draws", "clusters", "words"),
     [((63, 8), 10, 4, "planes"), ((63, 9), 3, 4, "draws"), ((63, 9), 30, 20, "fewer clusters")],
 )
-def test_what_does_not_fit_is_refused(planes, draws, clusters, words):
+def test_rejects_mismatched_arguments(planes, draws, clusters, words):
     with pytest.raises(ValueError, match=words):
         cluster_queries(
             torch.randn(1, 20, 8), torch.randn(planes), torch.zeros(draws).long(), clusters=clusters, iterations=1
@@ -106,7 +106,7 @@ def test_the_nearest_centroid_is_that_of_the_most_alike_scores():
     assignments = nearest_centroids(q, selectors)
     for head in range(2):
         differences = (q[head][:, None] - centroids[head]) @ k[head].T
-        # The second coordinate, which no two keys tell apart, hardly counts, large as it is.
+        # The second coordinate is large but equal for all keys, so it hardly counts.
         assert (assignments[head] == differences.var(-1).argmin(-1)).float().mean() > 0.9
         for cluster in assignments[head].unique():
             torch.testing.assert_close(centroids[head, cluster], q[head, assignments[head] == cluster].mean(0))
@@ -124,7 +124,7 @@ def test_centroids_of_far_groups_and_of_fewer_queries_than_centroids():
     torch.testing.assert_close(centroids[0, nearest_centroids(q[:, :3], selectors)[0]], q[0, :3])
 
 
-def test_one_key_still_tells_queries_apart():
+def test_one_key_still_separates_queries():
     q = torch.randn(1, 30, 4)
     centroids, selectors = fit_centroids(q, torch.ones(1, 1, 4), clusters=5, iterations=5, seed=0)
     assert torch.isfinite(centroids).all()

@@ -91,15 +91,15 @@ def test_queries_are_sorted_by_cluster_and_place(batch, groups):
     order, begins = launching.sort_queries(groups, *batch[4], 7)
     for sample, (real, (tokens, count)) in enumerate(zip(batch[1], zip(*batch[4][:2], strict=True), strict=True)):
         for head in range(2):
-            own = groups[sample, head, :count].long()
-            places = real.nonzero().squeeze(1)[own.argsort(stable=True)]
+            members = groups[sample, head, :count].long()
+            places = real.nonzero().squeeze(1)[members.argsort(stable=True)]
             assert torch.equal(order[sample, head, :count].long(), places)
-            ends = torch.bincount(own, minlength=7).cumsum(0)
+            ends = torch.bincount(members, minlength=7).cumsum(0)
             assert begins[sample, head].tolist() == [0, *ends.tolist()]
             assert torch.equal(tokens[:count].long(), real.nonzero().squeeze(1))
 
 
-def test_where_each_query_has_its_own_cluster_the_order_is_that_of_tokens(batch):
+def test_singleton_clusters_keep_the_order_of_tokens(batch):
     _, real, _, _, (tokens, counts, _) = batch
     nothing = torch.zeros(3, 2, 45, dtype=torch.int32, device=DEVICE)
     order, begins = launching.sort_queries(nothing, tokens, counts, counts, 45)
@@ -108,13 +108,13 @@ def test_where_each_query_has_its_own_cluster_the_order_is_that_of_tokens(batch)
 
 
 @pytest.mark.slow
-def test_the_operators_pass_pytorchs_own_checks(batch):
+def test_operators_pass_opcheck(batch):
     q, _, planes, draws, (_, counts, clusters) = batch
     tests = ("test_schema", "test_faketensor")
-    given = q[:1, :, :9], None, counts[1:2], clusters[1:2]
-    opcheck(launching.cluster_samples.operator, (*given, planes, draws, 7, 1), test_utils=tests)
+    arguments = q[:1, :, :9], None, counts[1:2], clusters[1:2]
+    opcheck(launching.cluster_samples.operator, (*arguments, planes, draws, 7, 1), test_utils=tests)
     whole = torch.zeros(1, 2, 9, dtype=torch.int32, device=DEVICE)
-    opcheck(launching.sort_queries.operator, (whole, *given[1:], 7), test_utils=tests)
+    opcheck(launching.sort_queries.operator, (whole, *arguments[1:], 7), test_utils=tests)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_the_operators_pass_pytorchs_own_checks(batch):
         (24, 5, 5, "head size is 24"),
     ],
 )
-def test_what_it_has_no_kernel_for_is_told(size, bits, clusters, said):
+def test_names_cases_without_a_kernel(size, bits, clusters, said):
     planes, draws = random(size, bits=bits, clusters=clusters)
     with pytest.raises(ValueError, match=said):
         cluster_queries(draw(150, size), planes, draws, clusters=clusters, iterations=1, impl="triton")

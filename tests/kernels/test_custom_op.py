@@ -65,7 +65,7 @@ def module(tmp_path):
     return loaded("some.package.scaling", tmp_path, 1.0)
 
 
-def test_the_way_through_the_operator_is_taken_where_somebody_looks(module, monkeypatch):
+def test_runs_as_an_operator_under_observers(module, monkeypatch):
     through, operator = [], module.scaled.operator
     monkeypatch.setattr(module.scaled, "operator", lambda *args: through.append(1) or operator(*args))
     x, learnt = torch.randn(2, 3), torch.randn(2, 3, requires_grad=True)
@@ -109,7 +109,7 @@ def test_an_operator_refuses_tangents_instead_of_losing_them(module, way):
         push()
 
 
-def test_an_operator_passes_pytorchs_own_checks(module):
+def test_an_operator_passes_opcheck(module):
     x, bias = torch.randn(2, 3, 4, requires_grad=True)
     opcheck(module.scaled.operator, (x, bias, 2.0))
     opcheck(module.scaled.operator, (x, None, 2.0))
@@ -130,7 +130,7 @@ def test_its_operations_are_counted(module):
     assert counter.get_total_flops() == 24
 
 
-def test_copies_under_other_names_do_not_meet(tmp_path):
+def test_copies_under_other_names_do_not_collide(tmp_path):
     x = torch.randn(3, 4)
     package = loaded("approx_kernels.scaling", tmp_path, 1.0)
     folder = loaded("transformers_modules.my-folder_é.approx_kernels_scaling", tmp_path, 2.0)

@@ -1,4 +1,4 @@
-"""Dropout in C: its mask is read off the weights, and gradients are those of the plain formula under that very mask."""
+"""Dropout in C: its mask is read from the weights, and gradients equal those of the plain formula under this mask."""
 
 from functools import partial
 
@@ -24,7 +24,7 @@ from closeness import assert_close, at_real_queries
 pytestmark = needs_compiler
 
 TOKENS, SIZE = 130, 16
-# Several rounds may show one pair, and each of them drops it or not.
+# Several rounds may contain a pair, and each drops it independently.
 ROUNDS = 3
 
 
@@ -82,7 +82,7 @@ def attend(name, *tensors, seed=None, dropout=0.3, impl="cpu"):
 
 
 def factors(name, q, k, mask=None, seed=0, dropout=0.3):
-    """What each weight was multiplied by, NaN where there is none: weights are the outputs for rows of the identity."""
+    """The dropout factor of each weight, NaN for zero weights; weights are the outputs for values of the identity."""
     one = torch.eye(TOKENS).expand(2, 2, -1, -1)
     weights, dropped_weights = (attend(name, q, k, one, mask, seed=seed, dropout=p) for p in (0.0, dropout))
     return torch.where(weights > 1e-6, dropped_weights / weights, torch.nan)
@@ -97,13 +97,13 @@ def test_outputs_and_gradients_are_those_of_the_formula_under_the_mask(name, dty
     mask = torch.rand(2, TOKENS) < 0.8 if kind == "masked" else None
     if kind == "last queries":
         q, grad = q[:, :, -45:], grad[:, :, -45:]
-    # Shares of rounds, or all and nothing, up to rounding.
+    # Multiples of the share of a round, or 0 and 1, up to rounding.
     steps = 0.7 * (6 if name.startswith("lsh") else 1)
-    kept = (factors(name, q, k, mask).nan_to_num() * steps).round() / steps
+    counts = (factors(name, q, k, mask).nan_to_num() * steps).round() / steps
     if name.startswith("lsh"):
-        assert ((kept > 0.1) & (kept < 1.3)).any(), "rounds drop on their own"
+        assert ((counts > 0.1) & (counts < 1.3)).any(), "rounds drop on their own"
     else:
-        assert kept.unique().tolist() == pytest.approx([0.0, 1 / 0.7])
+        assert counts.unique().tolist() == pytest.approx([0.0, 1 / 0.7])
     results: list[tuple[torch.Tensor, ...]] = []
     for impl, wide in (("cpu", dtype), ("reference", dtype), ("reference", torch.float64)):
         inputs = [x.to(wide).requires_grad_() for x in (q, k, v)]
@@ -112,7 +112,7 @@ def test_outputs_and_gradients_are_those_of_the_formula_under_the_mask(name, dty
         else:
             one = torch.eye(TOKENS, dtype=wide).expand(2, 2, -1, -1)
             weights = attend(name, *inputs[:2], one, mask, dropout=0.0, impl=impl)
-            out = (weights * kept.to(wide)) @ inputs[2]
+            out = (weights * counts.to(wide)) @ inputs[2]
         out = at_real_queries(out, mask)
         results.append((out, *torch.autograd.grad(out, inputs, grad.to(wide))))
     for which, actual, plain, exact in zip("oqkv", *results, strict=True):
@@ -136,7 +136,7 @@ def test_so_many_weights_are_dropped(name, dropout):
 def test_the_mean_over_seeds_is_what_it_is_without_dropout(name):
     q, k, v, _ = drawn()
     samples = torch.stack([attend(name, q, k, v, seed=seed) for seed in range(100)])
-    # Of as many means the farthest lies about four of its spreads away.
+    # The largest deviation of that many means is about four standard deviations.
     away = (samples.mean(0) - attend(name, q, k, v, dropout=0.0)) / (samples.std(0) / 100**0.5)
     assert away.abs().max() < 5.5
 
@@ -161,7 +161,7 @@ def test_the_seed_decides_and_threads_do_not_and_c_is_what_runs(name):
 
 
 @pytest.mark.parametrize("name", MECHANISMS)
-def test_nothing_and_all_may_be_dropped(name):
+def test_dropout_may_be_zero_and_one(name):
     q, k, v, _ = drawn()
     before = torch.get_rng_state()
     MECHANISMS[name](q, k, v, scale=0.2)
@@ -208,7 +208,7 @@ def test_queries_heads_and_samples_drop_other_keys_without_regard_to_one_another
     everything = {"left": TOKENS, "right": TOKENS, "scale": 1.0, "dropout": 0.5}
     one = torch.eye(TOKENS).expand(2, 2, -1, -1)
     signs = (local_attention(q, q, one, **everything, impl="cpu") > 0).float().flatten(0, 2) * 2 - 1
-    # Of rows without regard to one another products have a spread of the root of their length.
+    # Products of independent rows have a standard deviation of the root of their length.
     products = (signs @ signs.T).triu(1)
     count = len(signs) * (len(signs) - 1) / 2
     assert products.abs().max() < 6 * TOKENS**0.5

@@ -31,7 +31,7 @@ def test_fused_equals_reference_forward_and_backward(causal, masked, queries, ke
     grad = torch.randn(2, 3, queries, 16)
     tensors = torch.randn(2, 3, queries, size), torch.randn(2, 3, keys, size), torch.randn(2, 3, keys, 16)
     mask = torch.rand(2, keys) < 0.7 if masked else None
-    # What padded queries receive has no meaning.
+    # Outputs of padded queries are undefined.
     real = mask[:, None, :, None] if mask is not None and queries == keys else torch.ones(())
 
     def run(impl: str, dtype):
@@ -45,14 +45,14 @@ def test_fused_equals_reference_forward_and_backward(causal, masked, queries, ke
         assert_close(*each, factor=4.0)
 
 
-def test_a_masked_key_is_as_if_it_were_not_there():
+def test_a_masked_key_equals_a_missing_one():
     q, k, v = torch.randn(3, 1, 2, 10, 8).unbind()
     mask = torch.tensor([[True] * 6 + [False] * 4])
     impls: tuple[str, ...] = ("reference", "auto", "cpu")
     for impl in impls:
         out = exact_attention(q, k, v, mask, causal=False, scale=0.3, impl=impl)
         shorter = exact_attention(q, k[:, :, :6], v[:, :, :6], causal=False, scale=0.3, impl=impl)
-        # What padded queries receive has no meaning.
+        # Outputs of padded queries are undefined.
         torch.testing.assert_close(out[:, :, :6], shorter[:, :, :6])
 
 
@@ -80,7 +80,7 @@ def draw(shape, dtype=torch.float32):
 def test_chunks_equal_float64_forward_and_backward(dtype, causal, shape, chunk):
     assume(not causal or shape[2] <= shape[3])
     *tensors, _ = draw(shape, dtype)
-    # Of one sign: where outputs cancel, their relative error says nothing.
+    # Values of one sign, so that outputs do not cancel.
     tensors[2] = tensors[2].abs()
 
     def run(attend, dtype):
@@ -91,7 +91,7 @@ def test_chunks_equal_float64_forward_and_backward(dtype, causal, shape, chunk):
     actual = run(lambda *x: chunked_attention(*x, causal=causal, scale=0.3, chunk=chunk), dtype)
     plain = run(lambda *x: exact_attention(*x, causal=causal, scale=0.3, impl="reference"), dtype)
     exact = run(lambda *x: exact_attention(*x, causal=causal, scale=0.3, impl="reference"), torch.float64)
-    # In 16 bits scores and weights are rounded, which the reference keeps in float32.
+    # In 16 bits scores and weights are rounded; the reference computes them in float32.
     assert_close("output", actual[0], plain[0], exact[0], factor=4.0)
     if dtype == torch.float32 and shape[3] > 1:
         for name, *each in zip(("q", "k", "v"), actual[1:], plain[1:], exact[1:], strict=True):
@@ -151,9 +151,9 @@ def test_few_queries_in_c_equal_the_reference(dtype, causal, queries, more, size
     # The second sample may have no key at all.
     mask = torch.rand(2, queries + more, generator=generator) < torch.tensor([[0.5], [seed % 2]]) if masked else None
     actual = compiled_few(q, k, v, mask, causal=causal, scale=0.3)
-    given: Any = {"causal": causal, "scale": 0.3, "impl": "reference"}
-    plain = exact_attention(q, k, v, mask, **given)
-    exact = exact_attention(q.double(), k.double(), v.double(), mask, **given)
+    how: Any = {"causal": causal, "scale": 0.3, "impl": "reference"}
+    plain = exact_attention(q, k, v, mask, **how)
+    exact = exact_attention(q.double(), k.double(), v.double(), mask, **how)
     assert_close("output", *(at_real_queries(x, mask) for x in (actual, plain, exact)), factor=4.0)
 
 
@@ -165,19 +165,19 @@ def test_few_queries_in_c_stay_finite_and_let_nan_through():
     for x in (k, v):
         spoilt = x.clone()
         spoilt[:, :, 70] = torch.nan
-        given = (spoilt, v) if x is k else (k, spoilt)
-        assert compiled_few(q[:, :, :2], *given, None, causal=False, scale=0.3).isnan().all()
+        inputs = (spoilt, v) if x is k else (k, spoilt)
+        assert compiled_few(q[:, :, :2], *inputs, None, causal=False, scale=0.3).isnan().all()
 
 
 @pytest.mark.parametrize(
     ("size", "grad", "words"), [(24, False, "multiples of 16 are allowed"), (16, True, "Decode under torch.no_grad()")]
 )
-def test_few_queries_in_c_say_what_they_cannot(size, grad, words):
+def test_few_queries_in_c_name_unsupported_arguments(size, grad, words):
     q, k, v = torch.randn(3, 1, 1, 4, size).requires_grad_(grad).unbind()
     assert words in (few_obstacle(q, k, v) or "")
 
 
-def test_padding_of_any_value_cannot_matter_by_lengths():
+def test_values_of_padding_do_not_matter_with_lengths():
     q, k, v, mask = draw((3, 2, 30, 30, 5), torch.bfloat16)
     mask[0] = False
     hidden = ~mask[:, None, :, None]
@@ -198,7 +198,7 @@ def varlen_2_11(
 
 
 def plain_varlen(query, key, value, q_starts, k_starts, max_q, max_k, causal, scale):
-    """What `varlen_attn` is documented to compute, [tokens, H, D], sample by sample."""
+    """The documented result of `varlen_attn`, [tokens, H, D], sample by sample."""
     assert q_starts.dtype == k_starts.dtype == torch.int32
     out = []
     for (a, b), (c, d) in zip(pairwise(q_starts.tolist()), pairwise(k_starts.tolist()), strict=True):
@@ -223,7 +223,7 @@ def test_packed_samples_equal_a_mask_in_every_version_of_varlen(monkeypatch, ver
     torch.testing.assert_close(out, lengths)
 
 
-def test_this_version_of_varlen_takes_what_it_is_given():
+def test_this_version_of_varlen_accepts_our_arguments():
     known = inspect.signature(varlen.varlen_attn).parameters
     assert {"window_size", "is_causal"} & known.keys()
     assert "CUDA" in str(varlen.obstacle(torch.zeros(1, 1, 1, 8)))
@@ -242,7 +242,7 @@ def test_an_implementation_that_cannot_run_is_refused_with_the_remedy(attend):
         attend(*(q.half(),) * 3, causal=False, scale=1.0, impl="cpu")
 
 
-def test_the_way_that_was_the_fastest_can_be_asked_for():
+def test_the_fastest_implementation_can_be_requested():
     q = torch.randn(1, 1, 128, 64)
     fastest_attention(q, q, q, causal=False, scale=0.1)
     assert chosen()["fastest_attention"] in ways("cpu", padded=False, few=False)

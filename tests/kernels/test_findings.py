@@ -17,7 +17,7 @@ def another_process(monkeypatch):
     monkeypatch.setattr(findings, "_known", {})
 
 
-def test_findings_reach_this_process_and_the_next_until_they_are_forgotten(monkeypatch):
+def test_findings_reach_this_process_and_the_next_until_they_are_removed(monkeypatch):
     assert findings.found("cpu") == {}
     findings.keep("cpu", "a thing", {"way": "x"})
     assert findings.found("cpu") == {"a thing": {"way": "x"}}
@@ -28,7 +28,7 @@ def test_findings_reach_this_process_and_the_next_until_they_are_forgotten(monke
     assert findings.found("cpu") == {}
 
 
-def test_what_is_about_something_else_may_stay(monkeypatch):
+def test_can_keep_findings_of_other_subjects(monkeypatch):
     findings.keep("cpu", "a thing", {"way": "x"})
     findings.keep("cpu", "other things", {"way": "y"})
     findings.forget(but="other")
@@ -39,17 +39,17 @@ def test_what_is_about_something_else_may_stay(monkeypatch):
     assert not findings.file().exists()
 
 
-def test_findings_of_one_machine_say_nothing_of_another(monkeypatch):
+def test_findings_are_stored_per_machine(monkeypatch):
     findings.keep("cpu", "a thing", {"way": "x"})
     here = findings.machine("cpu")
     monkeypatch.setattr(findings, "machine", lambda device: "another machine")
     assert findings.found("cpu") == {}
     findings.keep("cpu", "a thing", {"way": "y"})
-    kept = json.loads(findings.file().read_text("utf-8"))
-    assert kept == {here: {"a thing": {"way": "x"}}, "another machine": {"a thing": {"way": "y"}}}
+    stored = json.loads(findings.file().read_text("utf-8"))
+    assert stored == {here: {"a thing": {"way": "x"}}, "another machine": {"a thing": {"way": "y"}}}
 
 
-def test_what_several_processes_find_is_kept_together(monkeypatch):
+def test_merges_findings_of_several_processes(monkeypatch):
     findings.found("cpu")
     before = findings._known
     another_process(monkeypatch)
@@ -60,7 +60,7 @@ def test_what_several_processes_find_is_kept_together(monkeypatch):
     assert findings.found("cpu") == {"a thing": {"way": "x"}, "another thing": {"way": "y"}}
 
 
-def test_within_a_process_nothing_changes_under_way(monkeypatch):
+def test_findings_do_not_change_within_a_process(monkeypatch):
     assert findings.found("cpu") == {}
     known = findings._known
     another_process(monkeypatch)
@@ -70,7 +70,7 @@ def test_within_a_process_nothing_changes_under_way(monkeypatch):
 
 
 @pytest.mark.parametrize("damaged", ["{", "[]", '{"x": 3}', '{"x": {"y": 3}}', "\0"])
-def test_a_damaged_file_is_as_good_as_none_and_is_replaced(monkeypatch, damaged):
+def test_ignores_and_replaces_a_damaged_file(monkeypatch, damaged):
     findings.file().parent.mkdir()
     findings.file().write_text(damaged)
     assert findings.found("cpu") == {}
@@ -79,7 +79,7 @@ def test_a_damaged_file_is_as_good_as_none_and_is_replaced(monkeypatch, damaged)
     assert findings.found("cpu") == {"a thing": {"way": "x"}}
 
 
-def test_a_folder_that_cannot_be_written_is_an_error_and_leaves_nothing(tmp_path):
+def test_unwritable_folder_is_an_error_and_leaves_no_files(tmp_path):
     (tmp_path / "cache").write_text("a file in the way")
     assert findings.found("cpu") == {}
     with pytest.raises(OSError, match="cache"):

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
 
 def draw(length, keys, *, size=16, values=16, heads=2, batch=1, dtype=torch.float32):
-    # Heads beside each other in memory, as a model has them.
+    # Heads of a token are contiguous in memory, as in a model.
     shapes = (length, size), (keys, size), (keys, values)
     return [torch.randn(batch, n, heads, d).to(DEVICE, dtype).transpose(1, 2) for n, d in shapes]
 
@@ -43,20 +43,20 @@ def run(tensors, impl, **how):
 def check(tensors, **how):
     wide, seen = run([x.double() for x in tensors], "reference", **how)
     plain, _ = run(tensors, "reference", **how)
-    computed, own = run(tensors, "triton", **how)
-    assert torch.equal(seen, own)
+    computed, reference = run(tensors, "triton", **how)
+    assert torch.equal(seen, reference)
     for name, *each in zip(("out", "lse", "dq", "dk", "dv", "dspans"), computed, plain, wide, strict=False):
-        # Scores become logarithms to the base 2, and sums are rescaled with every tile: a few roundings more.
+        # Scores are converted to base 2, and sums are rescaled with every tile, which adds a few roundings.
         assert_close(name, *each, factor=6.0)
 
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """All that a kernel is to write is full of NaN, or of keys that there are not, before."""
+    """Fill the outputs of kernels with NaN, or indices out of range, before they run."""
 
     def full(made):
-        def make(*given, **how):
-            out = made(*given, **how)
+        def make(*arguments, **how):
+            out = made(*arguments, **how)
             for x in out if isinstance(out, tuple) else (out,):
                 x.fill_(torch.nan if x.is_floating_point() else 2**31 - 1)
             return out
@@ -79,7 +79,7 @@ def test_windows(name):
 
 @pytest.mark.parametrize("right", [30, 62])
 def test_windows_that_end_a_key_before_a_tile_does(right):
-    # The first query of a tile does not see the last key of the one that its window ends in; a tile off, it would.
+    # The window of a tile's first query ends before the last key of a tile, which shows an error of one tile.
     check(draw(right + 9, right + 9, heads=1), right=right)
 
 
@@ -153,7 +153,7 @@ def test_padding_is_not_read():
     assert all(torch.isfinite(x).all() for x in computed)
 
 
-def test_samples_one_behind_the_other_do_not_meet():
+def test_packed_samples_are_independent():
     check(draw(50, 50, heads=1), lengths=[20, 1, 29], right=0)
 
 
@@ -186,7 +186,7 @@ def test_a_list_under_a_key_mask():
     check(draw(37, 37, heads=1, batch=2), blocks=blocks, key_mask=mask("holes", 37))
 
 
-def test_a_list_says_what_the_pattern_says():
+def test_a_block_list_equals_its_pattern():
     i, j = torch.arange(30)[:, None] + 20, torch.arange(50)
     counted = block_list(LISTS["pairs that count more than once"], 30, 50, tile=16).counts()
     assert torch.equal(counted[0], LISTS["pairs that count more than once"](i, j).int())
@@ -280,7 +280,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_is_refused(what, monkeypatch):
+def test_rejects_impossible_arguments(what, monkeypatch):
     if what == "on the cpu":
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     call, said = REFUSED[what]

@@ -63,7 +63,7 @@ def test_obstacle_names_what_it_does_not_take(drawn, mask, dropout, words):
         assert words in str(library_obstacle(q, k, v, key_mask, dropout))
 
 
-def test_asking_for_it_on_a_cpu_is_refused():
+def test_refuses_the_library_on_a_cpu():
     q, k, v = torch.randn(3, 1, 2, 8, 64).unbind()
     with pytest.raises(ValueError, match=r"'library' of flash_attention cannot run: .* needs CUDA tensors"):
         flash_attention(q, k, v, causal=True, scale=0.3, impl="library")

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
-# Small enough that every pattern leaves pairs out; blocks end where tiles of 32 do not.
+# Small enough that every pattern drops pairs; blocks are not aligned with tiles of 32.
 PATTERNS = [
     ("flash", False, {}),
     ("local", False, {"left": 9, "right": 3}),
@@ -46,7 +46,7 @@ def outputs(mechanism, tensors, key_mask, impl):
     leaves = [x.clone().requires_grad_() for x in tensors]
     with implementation(impl):
         out = mechanism(*leaves, key_mask)
-    # What a padded query receives has no meaning.
+    # Outputs of padded queries are undefined.
     out = out * key_mask[:, None, -out.shape[2] :, None]
     weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     return [out, *torch.autograd.grad((out * weight).sum(), [*leaves, *mechanism.parameters()])]
@@ -84,7 +84,7 @@ def test_samples_of_several_lengths(pattern, length):
     check(pattern, length, RIGHT if length == 37 else RIGHT[[0, 3]])
 
 
-# What these let a pair see is no matter of how many tokens are real.
+# These patterns do not depend on the number of real tokens.
 ANY_LENGTH = [
     pattern
     for pattern in PATTERNS
@@ -101,9 +101,11 @@ def test_nothing_waits_for_a_mask_while_a_graph_is_captured(pattern, monkeypatch
     check(pattern, 37, torch.stack([holes, torch.arange(37) > 5]))
 
 
-def test_samples_share_a_launch_and_layers_what_was_read_of_the_mask(monkeypatch):
+def test_samples_share_a_launch_and_layers_share_the_mask(monkeypatch):
     launched = []
-    monkeypatch.setattr(listed, "flash", lambda q, *given, **how: launched.append(len(q)) or flash(q, *given, **how))
+    monkeypatch.setattr(
+        listed, "flash", lambda q, *arguments, **how: launched.append(len(q)) or flash(q, *arguments, **how)
+    )
     q, k, v = torch.randn(3, 4, 1, 37, 16, device=DEVICE)
     mask = RIGHT.to(DEVICE).clone()
     longformer, bigbird = (
@@ -122,7 +124,7 @@ def test_samples_share_a_launch_and_layers_what_was_read_of_the_mask(monkeypatch
     assert padding._read(mask) == ([7, 37, 0, 15], True)
 
 
-def test_a_list_that_a_graph_reads_is_kept(monkeypatch):
+def test_keeps_a_list_that_a_graph_reads(monkeypatch):
     monkeypatch.setattr(listed, "_LISTS", {})
     monkeypatch.setattr(listed, "_CAPTURED", set())
     monkeypatch.setattr(listed, "_KEPT", 2)

@@ -27,26 +27,26 @@ def repeated(*shared):
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
-def test_turns_have_each_head_once_beside_its_keys(groups):
+def test_turns_pair_each_query_head_once_with_its_keys(groups):
     q, k, v = grouped(groups)
     numbers = torch.arange(HEADS)
     seen = [numbers[turn] for turn in turns(q, k)]
     assert all(turn.tolist() == [g * HEADS // groups + n for g in range(groups)] for n, turn in enumerate(seen))
     assert in_order([turn[None] for turn in seen]).tolist() == [[0, 1, 2, 3]]
-    # What each head has of its own goes with it, and keys are the ones given, not copies.
-    given = []
+    # Per-head arguments follow their head, and keys are views, not copies.
+    shapes = []
 
-    def attend(q, k, v, own):
-        given.append(k)
-        return (q + own[:, None, None]) * k
+    def attend(q, k, v, chosen):
+        shapes.append(k)
+        return (q + chosen[:, None, None]) * k
 
     out = in_turns(attend, q, k, v, numbers)
     torch.testing.assert_close(out, (q + numbers[:, None, None]) * repeated(k)[0])
-    assert all(each is k for each in given)
+    assert all(each is k for each in shapes)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
-def test_rows_beside_each_other_and_sums_over_those_that_share(groups):
+def test_stacks_rows_and_sums_over_heads_that_share_keys(groups):
     q, k, _ = grouped(groups)
     scores = (beside(q, k) @ k.transpose(2, 3)).view(2, HEADS, 19, 19)
     torch.testing.assert_close(scores, q @ repeated(k)[0].transpose(2, 3))
@@ -56,7 +56,7 @@ def test_rows_beside_each_other_and_sums_over_those_that_share(groups):
 
 
 @pytest.mark.parametrize(
-    ("own", "groups", "expected"),
+    ("heads", "groups", "expected"),
     [
         (slice(0, 2), 2, slice(0, 1)),
         (slice(0, None, 2), 2, slice(0, 2)),
@@ -66,17 +66,17 @@ def test_rows_beside_each_other_and_sums_over_those_that_share(groups):
         ([0, 3], 4, slice(0, 4, 3)),
     ],
 )
-def test_the_key_heads_of_some_query_heads(own, groups, expected):
+def test_the_key_heads_of_some_query_heads(heads, groups, expected):
     q, k, _ = grouped(groups)
-    index = heads_of(q, k, own)
+    index = heads_of(q, k, heads)
     chosen = torch.arange(groups)[index].tolist()
     assert chosen == torch.arange(groups)[expected].tolist()
     assert isinstance(index, slice) == isinstance(expected, slice)
-    wanted = [head * groups // HEADS for head in torch.arange(HEADS)[own].tolist()]
+    wanted = [head * groups // HEADS for head in torch.arange(HEADS)[heads].tolist()]
     assert [chosen[n * len(chosen) // len(wanted)] for n in range(len(wanted))] == wanted
 
 
-def test_c_is_told_how_many_heads_share_one():
+def test_c_gets_the_number_of_heads_that_share_keys():
     q, k, v = grouped(2)
     assert [rows.shared for rows in rows_of(q, k, v)] == [1, 2, 2]
 
@@ -116,7 +116,7 @@ TRITON += [pytest.param(*each, marks=pytest.mark.slow) for each in SLOW]
 def test_kernels_give_for_shared_heads_what_they_give_for_repeated_ones(name, causal):
     pytest.importorskip("triton")
     mechanism = make(name, causal, heads=HEADS, size=SHAPE["size"])
-    # Triton's interpreter takes its time over each sample and token; four heads there must be.
+    # Triton's interpreter is slow for each sample and token; four heads are necessary.
     real = draw_mask("right", **SHAPE)[:1, :11]
     real[0, 8:] = False
     q, k, v = (x[:1, :, :11].clone().requires_grad_() for x in grouped(2))
@@ -128,10 +128,10 @@ def test_kernels_give_for_shared_heads_what_they_give_for_repeated_ones(name, ca
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_flash_reads_the_head_that_a_query_shares_wherever_it_lies(groups):
+def test_flash_reads_shared_heads_at_any_stride(groups):
     pytest.importorskip("triton")
     q, k, v = grouped(groups)
-    # Heads far apart in memory, those between them not to be read.
+    # Every other head in memory; those between must not be read.
     k, v = (torch.full((2, 3 * groups, 19, 16), torch.nan)[:, ::3].copy_(x) for x in (k, v))
     out, lse = flash(q, k, v, scale=0.25, right=0, impl="triton")
     expected, expected_lse = flash(q, *repeated(k, v), scale=0.25, right=0, impl="reference")

@@ -21,7 +21,7 @@ def test_auto_takes_the_first_that_can_run_and_says_which():
     assert chosen()["sample"] == "reference"
 
 
-def test_what_ran_is_told_with_the_way_it_took_and_can_be_forgotten():
+def test_records_the_implementation_that_ran_and_can_forget_it():
     choose("sample", "auto", WAYS)
     took("sample", "compiled C")
     assert chosen()["sample"] == "compiled C"
@@ -29,7 +29,7 @@ def test_what_ran_is_told_with_the_way_it_took_and_can_be_forgotten():
     assert chosen() == {}
 
 
-def test_what_a_call_ran_is_told_apart_from_what_ran_before():
+def test_separates_records_of_one_call_from_earlier_ones():
     forget()
     choose("before", "auto", WAYS)
     choose("both", "auto", WAYS)
@@ -46,7 +46,7 @@ def test_an_op_may_have_implementations_of_its_own():
         choose("sample", "cuda", {"cpu": "too old", "tiles": None})
 
 
-def test_what_was_asked_for_never_falls_back():
+def test_an_explicit_choice_never_falls_back():
     with pytest.raises(ValueError, match="'triton' of sample cannot run: the tensor is on the cpu"):
         choose("sample", "triton", WAYS)
     with pytest.raises(ValueError, match="no implementation 'cpu'; it has reference"):
@@ -57,24 +57,27 @@ def test_what_was_asked_for_never_falls_back():
         choose("sample", "auto", {"triton": "too old"})
 
 
-def test_a_warning_tells_once_why_the_plain_one_runs(caplog):
-    # As it is for who uses Python and has set up no logging.
+def test_warns_once_why_plain_pytorch_runs(caplog):
+    # The default logging of Python.
     caplog.set_level(logging.WARNING)
     with untold():
         choose("plain", "auto", {"cpu": "it has no dropout. Ask for 'auto'.", "reference": None})
     for _ in range(2):
         choose("plain", "auto", {"cpu": "it has no dropout. Ask for 'auto'.", "reference": None})
-        # What was asked for, or is as fast as can be, is nothing to tell.
+        # No message for an explicit choice, or for the fastest implementation.
         choose("plain", "reference", {"cpu": "it has no dropout.", "reference": None})
         choose("plain", "auto", {"cpu": None, "reference": None})
     with torch.utils.flop_counter.FlopCounterMode(display=False):
         choose("counted", "auto", {"cpu": "a counter follows.", "reference": None})
     choose("tiled", "auto", {"cpu": "too old. Convert it, or ask for 'auto'.", "tiles": None, "reference": None})
-    told = "{} runs in plain PyTorch, which is slower, because 'cpu' cannot run: {}."
-    assert caplog.messages == [told.format("plain", "it has no dropout"), told.format("tiled", "too old. Convert it")]
+    message = "{} runs in plain PyTorch, which is slower, because 'cpu' cannot run: {}."
+    assert caplog.messages == [
+        message.format("plain", "it has no dropout"),
+        message.format("tiled", "too old. Convert it"),
+    ]
 
 
-def test_a_wish_holds_inside_its_block_and_not_against_an_explicit_choice():
+def test_a_preference_holds_inside_its_block_unless_a_call_chooses_explicitly():
     with implementation("reference"):
         assert choose("sample", "auto", WAYS) == "reference"
         assert choose("sample", "cpu", WAYS) == "cpu"

@@ -21,7 +21,7 @@ def summaries(*tensors, stride, steps=(None,), **how):
 
 
 def lsh(q, k, v, mask, causal=False, **how):
-    # Bidirectional, it has no key mask where there are other numbers of queries than of keys.
+    # The bidirectional form has no key mask if the numbers of queries and keys differ.
     drawn = draw_projections(q.shape[3], rounds=3, variant="asymmetric", causal=causal, seed=0)
     kind = {"variant": "asymmetric", "cluster": 20, "dedup": False, "causal": causal}
     mask = mask if causal or q.shape[2] == k.shape[2] else None
@@ -103,7 +103,7 @@ def test_spans_are_learned_through_c(causal):
 
 
 @needs_compiler
-def test_a_key_listed_twice_counts_twice_and_nobody_s_query_is_zero():
+def test_a_key_listed_twice_counts_twice_and_unlisted_queries_are_zero():
     q, k, v = torch.randn(3, 1, 1, 5, 4)
     everything, nothing = (0, 5, -FAR, FAR), (3, 3, -FAR, FAR)
     entries = [[everything, (1, 2, -FAR, FAR)], [nothing]]
@@ -122,7 +122,7 @@ def test_rows_are_cut_evenly_into_whole_strips_and_none_is_lost():
     assert cut(0, 200, 192) == [0, 128]
 
 
-# Enough for tiles, where a processor has them, and for every way to see half of a group of 32 keys.
+# Enough for tiles, and for every way to see half of a group of 32 keys.
 WINDOWS = {
     "all": (0, 200, -FAR, FAR),
     "some": (37, 150, -FAR, FAR),
@@ -141,7 +141,7 @@ def drawn(dtype=torch.bfloat16, keys=200, size=24, values=17, seed=0):
 
 
 def plainly(q, k, v, mask, entries, scale, wide=torch.float64, before=70):
-    """Weights of all queries by entries, and what they make."""
+    """Weights of all queries by entries, and the outputs."""
     i, j = before + torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
     times = torch.stack(
         [((j >= b) & (j < e) & (j - i >= low) & (j - i <= high)).double() for b, e, low, high in entries]
@@ -200,7 +200,7 @@ def test_scores_far_apart_meet_in_one_softmax(dtype, order, name):
 
 
 @needs_compiler
-def test_what_is_not_a_number_reaches_those_who_see_it_and_no_others():
+def test_nan_reaches_only_queries_that_see_it():
     q, k, v = drawn()
     k[0, 0, 150], k[:, :, 99], v[:, :, 99] = torch.nan, torch.nan, torch.inf
     mask = (torch.arange(200) != 99).repeat(2, 1)
@@ -218,7 +218,7 @@ def test_what_is_not_a_number_reaches_those_who_see_it_and_no_others():
 def test_spans_end_wherever_a_group_of_keys_does(ramp, causal):
     spans = torch.tensor([0.0, 1.0, 24.5, 25.0, 26.0, 30.0, 31.0, 32.0, 33.0, 57.0, 58.25, 64.0, 500.0])
     q, k = (torch.randn(1, 130, 13, 16).bfloat16().transpose(1, 2) for _ in range(2))
-    # Outputs are the weights themselves, so that none is overlooked.
+    # Values of the identity make outputs equal to the weights.
     v = torch.eye(130).bfloat16().expand(1, 13, 130, 130)
     attend = partial(adaptive_span_attention, ramp=ramp, causal=causal, scale=0.3)
     actual = attend(q, k, v, spans=spans, impl="cpu")

@@ -70,7 +70,7 @@ def test_large_scores_give_numbers(op, size, dtype):
 
 
 @pytest.mark.parametrize("size", [1e8, 1e20])
-def test_few_queries_bear_large_scores(size):
+def test_few_queries_handle_large_scores(size):
     q, k, v = (torch.randn(1, HEADS, n, SIZE) for n in (2, LENGTH, LENGTH))
     q, k = (x * (size / SIZE**0.5) ** 0.5 for x in (q, k))
     exact = exact_attention(*(x.double() for x in (q, k, v)), causal=True, scale=1.0, impl="reference")
@@ -91,7 +91,7 @@ def test_spans_of_any_size_are_distances(span):
 
 @pytest.mark.parametrize("span", [-1.0, -torch.inf, torch.nan])
 @pytest.mark.parametrize("impl", ["cpu", "reference"])
-def test_spans_that_are_no_distances_are_refused(span, impl):
+def test_rejects_invalid_spans(span, impl):
     q = torch.zeros(1, HEADS, 4, SIZE)
     with pytest.raises(ValueError, match="expected distances, from 0 on"):
         adaptive_span_attention(q, q, q, spans=torch.tensor([span, 5.0]), ramp=8, causal=True, scale=0.3, impl=impl)

@@ -119,7 +119,7 @@ def test_c_gives_what_the_reference_gives_of_every_map_and_window(
 @pytest.mark.parametrize("width", [0, 1, 40])
 @torch.no_grad()
 @needs_compiler
-def test_parts_that_are_rounded_to_bfloat16_are_as_close_without_gradients(causal, feature_map, width):
+def test_products_in_bfloat16_are_as_accurate_without_gradients(causal, feature_map, width):
     q, k, v = torch.randn(3, 2, 3, 150, 32).bfloat16()
     maps, mix = parts_of(feature_map, width, 3, 32, torch.float32)
     ways = {"causal": causal, "feature_map": feature_map, "window": width, "scale": 0.3, "eps": 1e-3}
@@ -129,7 +129,7 @@ def test_parts_that_are_rounded_to_bfloat16_are_as_close_without_gradients(causa
     assert_close("o", actual, plain, exact)
 
 
-def test_what_c_has_not_is_refused_when_asked_for_and_done_otherwise():
+def test_c_refuses_unsupported_forms_and_auto_uses_the_reference():
     q = torch.ones(1, 2, 5, 4, dtype=torch.float16)
     with pytest.raises(ValueError, match="float16; allowed are"):
         linear_attention(q, q, q, causal=False, impl="cpu")
@@ -138,7 +138,7 @@ def test_what_c_has_not_is_refused_when_asked_for_and_done_otherwise():
 
 
 @needs_compiler
-def test_what_decoding_in_c_has_not_is_refused_when_asked_for_and_done_otherwise():
+def test_decoding_in_c_refuses_unsupported_forms_and_auto_uses_the_reference():
     q, k = torch.ones(1, 2, 5, 4), torch.ones(1, 2, 3, 4)
     with pytest.raises(ValueError, match="5 queries and 3 keys"):
         linear_decode(q, k, k, impl="cpu")
@@ -175,10 +175,10 @@ def test_decoding_in_c_gives_what_the_reference_gives(dtype, feature_map, width,
     exact, sums = pieces([x.double() for x in (q, k, v)], mask, cuts, impl="reference", **ways)
     assert_close("o", at_real_queries(actual, mask), at_real_queries(plain, mask), at_real_queries(exact, mask))
     assert reached["sums"].dtype == known["sums"].dtype == torch.float32
-    # Features of a prompt of 16 bits are rounded to them before they are summed.
-    own = known["sums"] if dtype == torch.float32 else known["sums"].bfloat16().float()
-    assert_close("sums", reached["sums"], own, sums["sums"])
-    assert all(torch.equal(reached[name], kept) for name, kept in known.items() if name != "sums")
+    # Features of a prompt in 16 bits are rounded before they are summed.
+    known_sums = known["sums"] if dtype == torch.float32 else known["sums"].bfloat16().float()
+    assert_close("sums", reached["sums"], known_sums, sums["sums"])
+    assert all(torch.equal(reached[name], expected) for name, expected in known.items() if name != "sums")
 
 
 def pieces(tensors, mask, cuts, **ways):
@@ -195,7 +195,7 @@ def pieces(tensors, mask, cuts, **ways):
 
 
 @needs_compiler
-def test_what_is_learned_has_gradients_while_decoding():
+def test_parameters_have_gradients_while_decoding():
     q = torch.randn(1, 2, 5, 8)
     maps, mix = parts_of("hedgehog", 3, 2, 8, torch.float32)
     out, _ = linear_decode(q, q, q, feature_map="hedgehog", maps=maps, window=3, mix=mix)
@@ -213,7 +213,7 @@ def test_numbers_of_a_long_sequence_stay_small_in_float16():
 
 
 def parts_of(feature_map, window, heads, size, dtype):
-    """Learned matrices away from where they start, and the factor of a window."""
+    """Learned matrices away from their initial values, and the factor of a window."""
     rows = size + (feature_map == "t2r")
     learned = feature_map in ("t2r", "hedgehog")
     query_map, key_map = torch.randn(2, heads, rows, size).to(dtype).requires_grad_().unbind()
@@ -243,8 +243,8 @@ def test_every_map_and_window_is_its_formula_over_all_pairs(causal, feature_map,
     q, k, v = (torch.randn(2, 3, n, 8).double().requires_grad_() for n in (queries, keys, keys))
     mask, grad = torch.rand(2, keys) < 0.8, torch.randn(2, 3, queries, 8).double()
     maps, mix = parts_of(feature_map, width, 3, 8, torch.float64)
-    own = torch.arange(queries)[:, None] + keys - queries
-    distance = torch.arange(keys) - own
+    diagonal = torch.arange(queries)[:, None] + keys - queries
+    distance = torch.arange(keys) - diagonal
     near = (distance > -width) & (distance <= 0) if causal else (distance.abs() <= width) & (width > 0)
     far = ~near & (distance <= 0) if causal else ~near
     near, far = (each & mask[:, None, None] for each in (near, far))
@@ -280,7 +280,7 @@ def test_every_map_and_window_is_its_formula_over_all_pairs(causal, feature_map,
         ({"window": 3, "mix": torch.ones(3)}, "mix has shape"),
     ],
 )
-def test_parts_that_do_not_fit_are_refused(changed, words):
+def test_rejects_mismatched_parts(changed, words):
     q = torch.zeros(1, 2, 5, 4)
     with pytest.raises(ValueError, match=words):
         linear_attention(q, q, q, causal=False, eps=1e-6, **changed)

@@ -25,15 +25,15 @@ CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", 
 
 
 def draw(length, keys, *, size=16, values=16, heads=2, batch=1, dtype=torch.float32) -> Any:
-    # Heads beside each other in memory, as a model has them.
+    # Heads of a token are contiguous in memory, as in a model.
     shapes = (length, size), (keys, size), (keys, values)
     return [torch.randn(batch, n, heads, d).to(DEVICE, dtype).transpose(1, 2) for n, d in shapes]
 
 
 def run(tensors, key_mask, impl, **how):
     leaves: Any = [x.detach().clone().requires_grad_() for x in tensors]
-    given = {"mix": leaves[3]} if len(leaves) > 3 else {}
-    out = linear_attention(leaves[0], leaves[1], leaves[2], key_mask, impl=impl, **given, **how)
+    form = {"mix": leaves[3]} if len(leaves) > 3 else {}
+    out = linear_attention(leaves[0], leaves[1], leaves[2], key_mask, impl=impl, **form, **how)
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
     out = at_real_queries(out, key_mask)
     return [out, *torch.autograd.grad(out, leaves, grad.to(out.device, out.dtype))]
@@ -43,8 +43,7 @@ def check(tensors, key_mask=None, factor=4.0, **how):
     wide = run([x.double() for x in tensors], key_mask, "reference", **how)
     plain, computed = (run(tensors, key_mask, impl, **how) for impl in ("reference", "triton"))
     for name, *each in zip(("out", "dq", "dk", "dv", "dmix"), computed, plain, wide, strict=False):
-        # Sums tile by tile round a little differently from one sum; the gradient of a share is what is left of two
-        # sums.
+        # Sums over tiles round differently from a single sum; the gradient of a share is the difference of two sums.
         assert_close(name, *each, factor=16.0 if name == "dmix" else factor)
 
 
@@ -55,7 +54,7 @@ def holes(keys):
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """Outputs, sums and what is kept are full of NaN before they are written; a few tokens have several segments."""
+    """Fill outputs, sums and saved tensors with NaN before kernels run; a few tokens have several segments."""
     for name in ("empty_rows", "empty_gradients", "_fake_sums"):
         monkeypatch.setattr(launching, name, _poisoned(getattr(launching, name)))
     monkeypatch.setattr(launching, "LEAST", 64)
@@ -63,8 +62,8 @@ def poisoned(monkeypatch):
 
 
 def _poisoned(make):
-    def run(*given, **how):
-        made = make(*given, **how)
+    def run(*arguments, **how):
+        made = make(*arguments, **how)
         return _poison(made) if isinstance(made, torch.Tensor) else tuple(map(_poison, made))
 
     return run
@@ -96,8 +95,8 @@ def test_learned_maps_get_gradients(feature_map):
     grads = {}
     for impl, dtype in (("triton", torch.float32), ("reference", torch.float32), ("reference", torch.float64)):
         maps = [x.to(dtype).requires_grad_() for x in drawn.unbind()]
-        given: Any = [x.to(dtype) for x in tensors]
-        out = linear_attention(*given, causal=True, feature_map=feature_map, maps=(maps[0], maps[1]), impl=impl)
+        inputs: Any = [x.to(dtype) for x in tensors]
+        out = linear_attention(*inputs, causal=True, feature_map=feature_map, maps=(maps[0], maps[1]), impl=impl)
         grads[impl, dtype] = torch.autograd.grad(out.square().sum(), maps)
     for name, *each in zip(("query map", "key map"), *grads.values(), strict=True):
         assert_close(name, *each, factor=4.0)
@@ -109,7 +108,7 @@ def test_learned_maps_get_gradients(feature_map):
 def test_many_features_are_summed_in_parts(causal, window, monkeypatch):
     monkeypatch.setattr(launching, "FEATURES", 20)
     tensors = [*draw(37, 60, size=32, heads=1, batch=2), *([mix(1)] if window else [])]
-    # Of relu features those of a whole part may be 0.
+    # All relu features of a part may be 0.
     check(tensors, holes(60), causal=causal, feature_map="relu", window=window, scale=0.3)
 
 
@@ -139,8 +138,8 @@ def test_bfloat16(causal):
 
 @pytest.mark.sample(0)
 def test_sums_may_be_greater_than_a_float16():
-    # Numbers that differ leave gradients that do not all cancel.
-    # Tensor cores cut features to the 10 bits of a float16, which the interpreter multiplies whole.
+    # Different numbers, so that gradients do not all cancel.
+    # Tensor cores truncate features to 10 bits (TF32); the interpreter does not.
     factor = 4.0 if DEVICE == "cpu" else 8.0
     check([30 * x.abs() for x in draw(150, 150, heads=1, dtype=torch.float16)], causal=True, factor=factor)
 
@@ -191,7 +190,7 @@ def test_a_window_over_everything_is_softmax_attention(causal):
     torch.testing.assert_close(computed, expected)
 
 
-def test_nobody_sees_keys_of_a_window_twice():
+def test_keys_of_a_window_count_once():
     # Without eps, and with values that say which keys were seen, of which the far ones are weighed alike.
     q, k, _ = draw(30, 30, heads=1)
     how: Any = {"causal": False, "window": 4, "mix": mix(1), "eps": 0.0, "impl": "triton"}
@@ -275,9 +274,9 @@ def test_decoding_overwrites_the_sums(feature_map, features, monkeypatch):
     state: Any = None
     computed, places = [], set()
     for piece in (slice(0, 20), *(slice(n, n + 1) for n in range(20, 23))):
-        given: Any = [x[:, :, piece] for x in (q, k, v)]
+        inputs: Any = [x[:, :, piece] for x in (q, k, v)]
         out, state = linear_decode(
-            given[0], given[1], given[2], mask[:, piece], state, feature_map=feature_map, impl="triton"
+            inputs[0], inputs[1], inputs[2], mask[:, piece], state, feature_map=feature_map, impl="triton"
         )
         computed.append(out)
         places.add(state["sums"].data_ptr())
@@ -304,13 +303,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_kernels_have_not_is_refused(what):
+def test_refuses_unsupported_forms(what):
     call, said = REFUSED[what]
     with pytest.raises(ValueError, match=said):
         call(draw(5, 5)[0])
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="there auto takes the kernels")
-def test_nobody_interprets_unasked():
+def test_the_interpreter_runs_only_on_request():
     linear_attention(*draw(5, 5), causal=True)
     assert chosen()["linear_attention"] != "triton"

@@ -69,11 +69,11 @@ def test_c_gives_what_the_reference_gives(dtype, kind, queries, keys, left, righ
         if name in "ov":
             assert_close(name, actual, plain, exact, factor=4.0)
         else:
-            # Differences, of next to nothing where a query sees a key or two: what is rounded are the terms.
+            # Differences that nearly cancel if a query sees one or two keys, so compare errors with their terms.
             wide = [x.transpose(1, 2).double() for x in (q, k, v, grad)]
             terms = uncancelled(wide[0], wide[1], wide[2], wide[3], mask, left, right)[name]
-            error, own = ((x.double() - exact).square().mean().sqrt() for x in (actual, plain))
-            assert error <= 4.0 * max(own, torch.finfo(dtype).eps * terms), name
+            error, rounding = ((x.double() - exact).square().mean().sqrt() for x in (actual, plain))
+            assert error <= 4.0 * max(rounding, torch.finfo(dtype).eps * terms), name
 
 
 def uncancelled(q, k, v, grad, mask, left, right):

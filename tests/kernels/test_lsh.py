@@ -59,7 +59,7 @@ def pairs_of_all(q, k, directions, variant, buckets=1):
 
 
 def pairs_of_past(q, k, directions, variant):
-    """Pairs that one round brings together when tokens come one after another; the own key aside."""
+    """Pairs that one round brings together when tokens come one after another, except a query's own key."""
     before = len(k) - len(q)
     for query, x in enumerate(q):
         position = before + query
@@ -79,12 +79,12 @@ def expected(q, k, v, projections, *, variant, causal, dedup, **finer):
     for directions in projections.to(q.dtype):
         for query, key in (pairs_of_past if causal else pairs_of_all)(hashed_q, hashed_k, directions, variant, **finer):
             counts[query, key] += 1
-    own = torch.eye(len(k), dtype=q.dtype)[len(k) - len(q) :]
+    diagonal = torch.eye(len(k), dtype=q.dtype)[len(k) - len(q) :]
     if variant == "shared":
-        counts += own * counts.eq(0).all(1, keepdim=True)
+        counts += diagonal * counts.eq(0).all(1, keepdim=True)
         k = q / q.norm(dim=1, keepdim=True) * q.shape[1] ** 0.5
     elif causal:
-        counts += own * len(projections)
+        counts += diagonal * len(projections)
     counts = counts.clamp(max=1) if dedup else counts
     return (SCALE * q @ k.T + counts.log()).softmax(-1) @ v
 
@@ -149,8 +149,8 @@ def test_how_many_heads_are_sorted_together_changes_nothing(variant, causal, ded
 
 
 @pytest.mark.parametrize(("variant", "causal", "dedup"), CASES)
-def test_levels_that_no_token_asks_for_change_nothing(variant, causal, dedup, monkeypatch):
-    # They are there where nobody waits for a device to say what it is asked for.
+def test_unused_levels_change_nothing(variant, causal, dedup, monkeypatch):
+    # A compiler cannot read the number of levels from the mask, so it gets all of them.
     q, k, v = drawn(47, 47, batch=2)
     mask = torch.arange(47) < torch.tensor([[13], [31]])
     asked, _ = attend(q, k, v, mask, variant=variant, causal=causal, dedup=dedup)
@@ -182,7 +182,7 @@ def test_identical_tokens_share_a_bucket_wherever_they_stand():
     torch.testing.assert_close(padded[:, :, 17:], out)
 
 
-def test_what_was_asked_for_is_refused_at_every_length():
+def test_an_unsupported_explicit_choice_is_refused_at_every_length():
     q = torch.randn(1, 2, CLUSTER, 8, dtype=torch.float64)
     with pytest.raises(ValueError, match="'cpu' of lsh_attention cannot run"):
         attend(q, q, q, variant="asymmetric", causal=False, impl="cpu")
@@ -262,7 +262,7 @@ def test_equal_numbers_keep_the_order_of_their_tokens():
 )
 @few
 def test_notes_change_nothing_but_what_is_hashed(masked, dedup, cuts, dtype):
-    # Values of one sign, as sums that cancel say nothing.
+    # Values of one sign, so that sums do not cancel.
     q, k, v = (draw(2, 2, 120, 8, dtype=dtype) for draw in (torch.randn, torch.randn, torch.rand))
     mask = torch.rand(2, 120) < 0.7 if masked else None
     notes, begin = {}, 0
@@ -272,7 +272,7 @@ def test_notes_change_nothing_but_what_is_hashed(masked, dedup, cuts, dtype):
         real = None if mask is None else mask[:, :end]
         tokens = q[:, :, begin:end], k[:, :, :end], v[:, :, :end]
         out, _ = attend(*tokens, real, **form, notes=notes)
-        # What padding receives among so few tokens that all see all has no meaning.
+        # Outputs of padding are undefined if all tokens attend to each other.
         seen = slice(None) if mask is None else mask[:, None, begin:end].expand(out.shape[:3])
         # The last digits: one way is exact attention, with other roundings, and weights are rounded for tiles.
         torch.testing.assert_close(
@@ -287,7 +287,7 @@ def test_noted_keys_are_not_hashed_again():
     q, k, v = torch.randn(3, 1, 2, 90, 8).unbind()
     notes = {}
     attend(q[:, :, :80], k[:, :, :80], v[:, :, :80], variant="asymmetric", causal=True, notes=notes)
-    # Keys at 0 would lie in other buckets than those that were noted, and look the same to whoever does not look again.
+    # Zero keys fall into other buckets than the stored hashes, which shows whether keys are hashed again.
     unseen = k.clone()
     unseen[:, :, :80] = 0
     attend(q[:, :, 80:], unseen, v, variant="asymmetric", causal=True, notes=notes)
@@ -297,7 +297,7 @@ def test_noted_keys_are_not_hashed_again():
 
 
 @needs_compiler
-def test_notes_under_another_mask_are_taken_anew():
+def test_notes_under_another_mask_are_recomputed():
     q, k, v = torch.randn(3, 2, 2, 90, 8).unbind()
     mask, notes = torch.rand(2, 90) < 0.6, {}
     for real in (None, mask, mask.roll(1, 1), None):

@@ -40,7 +40,7 @@ CAUSAL_DEDUP = CAUSAL | {"dedup": True}
 
 
 def draw(length, keys, *, size=16, values=16, heads=1, batch=1, dtype=torch.float32):
-    # Heads beside each other in memory, as a model has them.
+    # Heads of a token are contiguous in memory, as in a model.
     shapes = (length, size), (keys, size), (keys, values)
     return [torch.randn(batch, n, heads, d).to(DEVICE, dtype).transpose(1, 2) for n, d in shapes]
 
@@ -66,17 +66,17 @@ def run(tensors, impl, key_mask=None, **form):
     return [out, *torch.autograd.grad(out, leaves, grad)]
 
 
-def check(tensors, *given, **form):
-    wide = run([x.double() for x in tensors], "reference", *given, **form)
-    plain, computed = (run(tensors, impl, *given, **form) for impl in ("reference", "triton"))
+def check(tensors, *arguments, **form):
+    wide = run([x.double() for x in tensors], "reference", *arguments, **form)
+    plain, computed = (run(tensors, impl, *arguments, **form) for impl in ("reference", "triton"))
     for name, *each in zip(("out", "dq", "dk", "dv"), computed, plain, wide, strict=True):
-        # Sums tile by tile and round by round round a few times more than one sum.
+        # Sums over tiles and rounds round a few times more than a single sum.
         assert_close(name, *each, factor=6.0)
 
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """Whatever kernels write is full of NaN before."""
+    """Fill the outputs of kernels with NaN before they run."""
     for module, name in (
         (launching, "_empty"),
         (launching, "_empty_gradients"),
@@ -87,8 +87,8 @@ def poisoned(monkeypatch):
 
 
 def _full_of_nan(make):
-    def made(*given):
-        computed = make(*given)
+    def made(*arguments):
+        computed = make(*arguments)
         for x in computed if isinstance(computed, tuple) else (computed,):
             x.fill_(torch.nan)
         return computed
@@ -102,7 +102,7 @@ def mask(length):
     return torch.stack([position % 3 != 0, position < length, position == 4, position < 0])
 
 
-# What a parameter holds is marked, not the parameter itself: the test would get that in place of a form.
+# Unpack the values of marked parameters, which the test would otherwise get instead of a form.
 @pytest.mark.parametrize(
     "form", [*FORMS[:3], *(pytest.param(*form.values, id=form.id, marks=pytest.mark.slow) for form in FORMS[3:])]
 )
@@ -162,7 +162,7 @@ def test_it_compiles_without_a_break():
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_queries_that_see_a_rank_stand_together(form):
+def test_queries_that_see_a_rank_are_adjacent(form):
     q, k, _ = draw(60, 60, batch=4, heads=2)
     projections = drawn(16, form["variant"], form["causal"])
     computed = sorted_rounds(q, k, mask(60), projections=projections, cluster=CLUSTER, buckets=1, **form)
@@ -197,7 +197,7 @@ def test_the_operators_pass_pytorchs_own_checks(own):
     with torch.no_grad():
         how = {"variant": "asymmetric", "cluster": 2, "buckets": 1, "causal": True, "dedup": True}
         *plan, ranks = sorted_rounds(q, k, None, projections=projections, **how)
-    opcheck(launching.lsh_forward.operator, (q, k, v, None, plan, ranks, own, 4, 0.3))
+    opcheck(launching.lsh_forward.operator, (q, k, v, None, plan, ranks, own_keys, 4, 0.3))
 
 
 def test_operations_are_counted():
@@ -212,7 +212,7 @@ def test_operations_are_counted():
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_it_has_no_kernel_for_is_told(form):
+def test_names_cases_without_a_kernel(form):
     with pytest.raises(ValueError, match=r"no dropout, and 0\.1 was asked for\. Set the attention dropout to 0"):
         attend(*draw(20, 20), **form, dropout=0.1)
     with pytest.raises(ValueError, match="head size is 24; allowed are"):

@@ -1,4 +1,4 @@
-"""Who observes the operations of a call, and what then runs."""
+"""Observers of the operations of a call, and which implementation then runs."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ class Listening(TorchDispatchMode):
 
 
 class Seen:
-    """Notes who observes, and what follows from it, wherever it is called."""
+    """Records the observers and the resulting choice at each call."""
 
     def __call__(self, x: Tensor) -> Tensor:
         self.who, self.unreadable, self.why = observed(x), unreadable(x), needs_pytorch(x)
@@ -86,7 +86,7 @@ def local(q: Tensor, k: Tensor, v: Tensor, impl: str = "auto") -> Tensor:
 
 
 @pytest.mark.parametrize("name", OBSERVERS)
-def test_each_observer_is_noticed_and_gone_when_it_is(name):
+def test_detects_each_observer_while_it_is_active(name):
     who, run = OBSERVERS[name]
     seen = Seen()
     run(seen)
@@ -118,7 +118,7 @@ def test_a_version_that_hides_its_observers_counts_as_observed(monkeypatch):
 
 @needs_compiler
 @pytest.mark.parametrize("name", ["vmap", "jvp", "a counter", "trace"])
-def test_c_that_was_asked_for_refuses_observers_it_would_mislead(name):
+def test_an_explicit_choice_of_c_refuses_observers(name):
     q, k, v = heads()
 
     class Asking(Seen):
@@ -130,7 +130,7 @@ def test_c_that_was_asked_for_refuses_observers_it_would_mislead(name):
         OBSERVERS[name][1](Asking())
 
 
-def test_what_is_traced_calls_nothing_of_ours():
+def test_a_trace_calls_none_of_our_operators():
     q, k, v = heads()
     traced: Any = torch.jit.trace(local, (q, k, v), check_trace=False)
     kinds = {node.kind().split("::")[0] for node in traced.graph.nodes()}

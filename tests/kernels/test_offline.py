@@ -32,7 +32,7 @@ def recorded():
     return json.loads((REPORTS / "record.json").read_text("utf-8"))
 
 
-# Which kernels were compiled, the digests tell; that they are read as ever, the two that compile fastest.
+# Digests identify the compiled kernels; the two that compile fastest show that they are still read correctly.
 @pytest.mark.slow
 @pytest.mark.parametrize("op", ["clustering", "topk"])
 def test_the_first_kernels_of_an_op_keep_within_their_limits_and_are_in_the_table(op, tmp_path):
@@ -55,7 +55,7 @@ def test_the_first_kernels_of_an_op_keep_within_their_limits_and_are_in_the_tabl
 
 
 @pytest.mark.parametrize("op", ops())
-def test_the_tables_were_read_from_the_current_kernels(op):
+def test_the_tables_belong_to_the_current_kernels(op):
     newest, *_ = recorded()["compilers"]
     assert {f"{op}, 80", f"{op}, 90"} <= newest["digests"].keys()
     for compiler in recorded()["compilers"]:
@@ -141,5 +141,5 @@ def test_names_a_broken_limit(changed, said):
         "tensor_cores": True,
         "instructions": ["HMMA"],
     }
-    told = wrong(good | changed)
-    assert told == [] if said is None else said in told[0]
+    sentences = wrong(good | changed)
+    assert sentences == [] if said is None else said in sentences[0]

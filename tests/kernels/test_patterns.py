@@ -64,7 +64,7 @@ def test_a_causal_pattern_does_not_change_as_the_sequence_grows(name, settings):
     assert torch.equal(pattern_mask(name, 50, True, settings)[:, :41, :41], pattern_mask(name, 41, True, settings))
 
 
-def test_bigbird_draws_as_many_blocks_as_asked_for_and_other_ones_with_another_seed():
+def test_bigbird_draws_the_requested_number_of_blocks_by_seed():
     settings = {"block": 10, "random": 3, "compatible": False}
     one, two = (pattern_mask("bigbird", 640, False, {**settings, "seed": seed})[0] for seed in (0, 1))
     blocks = one[::10, ::10]
@@ -84,11 +84,11 @@ def test_bigbird_draws_as_many_blocks_as_asked_for_and_other_ones_with_another_s
         ("sinks", 4, False, "bidirectional form"),
     ],
 )
-def test_what_is_no_pattern_is_refused(name, length, causal, words):
+def test_rejects_invalid_patterns(name, length, causal, words):
     with pytest.raises(ValueError, match=words):
         pattern_mask(name, length, causal, {**FULL_INFORMATION, "sinks": 1, "window": 1})
 
 
-def test_a_pattern_of_words_is_refused():
+def test_rejects_a_pattern_of_strings():
     with pytest.raises(ValueError, match="needs positions"):
         pattern_mask("longformer", 9, False, {"window": 4, "global_tokens": "question"})

@@ -1,4 +1,4 @@
-"""Performer attention: the formula over all pairs, whatever is cut, and however large the features are."""
+"""Performer attention equals the formula over all pairs, for any chunks and any size of features."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def dense(q, k, v, mask, rows, *, kernel, causal, scale):
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 @pytest.mark.parametrize("large", [1.0, 20.0], ids=["usual", "large"])
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 63), (65, 65), (40, 130), (129, 63)])
-def test_it_is_its_formula_over_all_pairs_forward_and_backward(kernel, causal, large, queries, keys):
+def test_equals_its_formula_over_all_pairs_forward_and_backward(kernel, causal, large, queries, keys):
     q, k, v = (torch.randn(2, 2, n, 8).double() for n in (queries, keys, keys))
     # With large ones, some keys are e^1000 away from others in every feature.
     q, k, v = (x.requires_grad_() for x in (q * large, k * large * torch.rand(2, 2, keys, 1), v))
@@ -60,7 +60,7 @@ def test_chunks_and_blocks_of_heads_change_nothing(monkeypatch, causal, large):
 @pytest.mark.parametrize("kernel", ["softmax", "relu"])
 @pytest.mark.parametrize(("past", "future"), [(1.0, 3.0), (1.0, 100.0), (30.0, 0.01)])
 @pytest.mark.parametrize("cut", [0, 20, 63, 64, 100])
-def test_a_query_cannot_tell_even_by_a_bit_how_large_later_keys_are(kernel, past, future, cut):
+def test_later_keys_change_no_bit_of_a_query(kernel, past, future, cut):
     q, k, v = torch.randn(3, 2, 3, 130, 16).unbind()
     mask = torch.rand(2, 130) < 0.8
     rows = draw_projection(16, features=32, orthogonal=True, seed=0)
@@ -75,7 +75,7 @@ def test_a_query_cannot_tell_even_by_a_bit_how_large_later_keys_are(kernel, past
     assert torch.equal(before[:, :, : cut + 1], after[:, :, : cut + 1])
 
 
-def test_a_first_key_far_below_all_others_is_no_measure_for_them():
+def test_a_first_key_far_below_all_others_does_not_set_the_scale():
     q, k, v = torch.randn(3, 1, 2, 130, 16).unbind()
     k[:, :, 0] *= 40
     rows = draw_projection(16, features=64, orthogonal=True, seed=0)
@@ -87,7 +87,7 @@ def test_a_first_key_far_below_all_others_is_no_measure_for_them():
 
 @pytest.mark.parametrize("size", [1, 8, 24])
 @pytest.mark.parametrize("features", [1, 16, 100])
-def test_orthogonal_rows_come_in_blocks_and_have_lengths_of_their_own(size, features):
+def test_orthogonal_rows_come_in_blocks_with_separate_lengths(size, features):
     rows = draw_projection(size, features=features, orthogonal=True, seed=3)
     assert rows.shape == (features, size)
     for block in rows.split(size):
@@ -106,7 +106,7 @@ def test_every_coordinate_is_a_standard_normal(orthogonal):
         assert ((moment - expected).abs() < 5 * spread / 80_000**0.5).all()
 
 
-def test_what_does_not_fit_is_refused():
+def test_rejects_mismatched_arguments():
     q = torch.zeros(1, 2, 5, 4)
     with pytest.raises(ValueError, match="projection has shape"):
         performer_attention(q, q, q, projection=torch.zeros(16, 5), causal=False, scale=0.5)

@@ -22,9 +22,8 @@ from closeness import assert_close
     ],
 )
 @needs_compiler
-def test_c_gives_what_the_reference_gives(kernel, causal, dtype, queries, keys, size, features, large, masked):
-    # Values of one sign, as sums that cancel say nothing; as projections lay heads out. Some large keys are e^1000
-    # away.
+def test_c_equals_the_reference(kernel, causal, dtype, queries, keys, size, features, large, masked):
+    # Values of one sign, so that sums do not cancel; heads laid out as by projections. Some large keys are e^1000 away.
     q, k = torch.randn(2, queries, 2, size) * large, torch.randn(2, keys, 2, size) * large * torch.rand(2, keys, 2, 1)
     v, grad = torch.rand(2, keys, 2, 17) + 0.1, torch.rand(2, queries, 2, 17) + 0.1
     mask = torch.rand(2, keys) < 0.7 if masked else None
@@ -83,7 +82,7 @@ def test_sums_are_overwritten_while_decoding_and_kept_while_training(kernel):
         ({"projection": torch.ones(3, 4, requires_grad=True)}, "no gradient of the projection"),
     ],
 )
-def test_what_c_has_not_is_refused_when_asked_for_and_done_otherwise(changed, words):
+def test_c_refuses_unsupported_forms_and_auto_uses_the_reference(changed, words):
     q = torch.ones(1, 2, 5, 4, dtype=changed.get("dtype", torch.float32))
     how = {"projection": torch.ones(3, 4), "causal": False, "scale": 0.5, **changed}
     how.pop("dtype", None)

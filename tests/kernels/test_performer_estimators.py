@@ -1,4 +1,4 @@
-"""Estimators that are fitted to data: what they estimate on average, what was fitted, and heads with rows of their own."""
+"""Estimators that are fitted to data: their mean, the fitted parameters, and separate rows per head."""
 
 import numpy as np
 import pytest
@@ -37,9 +37,9 @@ def grid(size):
 def features(fitted, q, k, rows):
     """Logarithms of the features of queries and keys, in float64."""
     fitted = Fitted(*(x.double() for x in fitted))
-    (q, k), (own, offsets) = fitted.inputs(q, k, SCALE), fitted.rows(rows)
+    (q, k), (scaled, offsets) = fitted.inputs(q, k, SCALE), fitted.rows(rows)
     q, k = q * SCALE**0.5, k * SCALE**0.5
-    return q @ own.mT + offsets[:, None], k @ own.mT - k.square().sum(-1, keepdim=True) / 2
+    return q @ scaled.mT + offsets[:, None], k @ scaled.mT - k.square().sum(-1, keepdim=True) / 2
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -97,7 +97,7 @@ def test_queries_and_keys_come_to_the_same_moments_around_opposite_means():
     x, y = fitted.inputs(q, k, SCALE)
     torch.testing.assert_close(x.mean(2), -y.mean(2), atol=1e-4, rtol=1e-4)
     ours, theirs = (torch.stack([head.T.cov() for head in each[0]]) for each in (x, y))
-    # The ridge is all that parts them.
+    # Only the ridge separates them.
     torch.testing.assert_close(ours, theirs, atol=0.05 * float(ours.abs().max()), rtol=0.0)
 
 
@@ -117,7 +117,7 @@ def test_padding_is_not_fitted_to_and_nothing_real_fits_nothing():
 
 @pytest.mark.parametrize("tokens", [1, 3])
 @fitted_ones
-def test_tokens_that_are_few_or_all_the_same_give_an_estimator_too(estimator, tokens):
+def test_fits_few_or_equal_tokens_too(estimator, tokens):
     q, k = (torch.ones(1, 2, tokens, 16) * factor for factor in (3.0, 0.0))
     fitted = fit_estimator(q, k, estimator=estimator, scale=SCALE)
     assert all(x.isfinite().all() for x in fitted)
@@ -153,12 +153,12 @@ def one_by_one(q, k, v, mask, rows, offsets, share, *, causal):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 @pytest.mark.parametrize(("queries", "keys"), [(1, 70), (130, 130), (40, 100), (90, 33)])
-def test_heads_with_rows_offsets_and_shares_of_their_own(impl, dtype, causal, queries, keys):
-    given, mask = inputs(dtype, queries=queries, keys=keys), torch.rand(2, keys) < 0.7
+def test_heads_with_separate_rows_offsets_and_shares(impl, dtype, causal, queries, keys):
+    tensors, mask = inputs(dtype, queries=queries, keys=keys), torch.rand(2, keys) < 0.7
     rows, offsets = own_rows()
     share, results = torch.tensor([0.0, 0.3, 1.0]), []
     for wide in (dtype, torch.float64):
-        q, k, v = (x.to(wide, copy=True).requires_grad_() for x in given)
+        q, k, v = (x.to(wide, copy=True).requires_grad_() for x in tensors)
         how = {"projection": rows, "offsets": offsets, "share": share, "causal": causal, "scale": 0.5}
         out = performer_attention(q, k, v, mask, **how, impl=impl if wide == dtype else "reference")
         results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
@@ -167,7 +167,7 @@ def test_heads_with_rows_offsets_and_shares_of_their_own(impl, dtype, causal, qu
             results.append((plain, *torch.autograd.grad(plain.square().sum(), (q, k, v))))
         else:
             formula = one_by_one(q * 0.5**0.5, k * 0.5**0.5, v, mask, rows, offsets, share, causal=causal)
-            # What padded queries get has no meaning.
+            # Outputs of padded queries are undefined.
             real = mask[:, None, :, None] if queries == keys else torch.ones(())
             torch.testing.assert_close(out * real, formula * real)
     for which, actual, plain, exact in zip("oqkv", *results, strict=True):
@@ -176,7 +176,7 @@ def test_heads_with_rows_offsets_and_shares_of_their_own(impl, dtype, causal, qu
 
 
 @pytest.mark.parametrize("impl", ["reference", pytest.param("cpu", marks=needs_compiler)])
-def test_token_by_token_they_give_what_the_whole_gives(impl):
+def test_token_by_token_equals_the_whole_sequence(impl):
     q, k, v = inputs(torch.float32, queries=70, keys=70)
     mask = torch.arange(70) >= torch.tensor([[0], [9]])
     rows, offsets = own_rows()
@@ -189,7 +189,7 @@ def test_token_by_token_they_give_what_the_whole_gives(impl):
     assert state["values"].shape == (2, 3, 1, 6)
 
 
-def test_what_does_not_fit_together_is_refused():
+def test_rejects_mismatched_arguments():
     q, k, v = inputs(torch.float32, queries=4, keys=4)
     rows, offsets = own_rows()
     how = {"causal": False, "scale": 1.0}

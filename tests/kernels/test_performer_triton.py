@@ -26,7 +26,7 @@ KERNEL = pytest.mark.parametrize("kernel", ["softmax", "relu"])
 
 
 def draw(length, keys, *, size=16, values=16, heads=1, batch=1, dtype=torch.float32) -> Any:
-    # Heads beside each other in memory, as a model has them.
+    # Heads of a token are contiguous in memory, as in a model.
     shapes = (length, size), (keys, size), (keys, values)
     return [torch.randn(batch, n, heads, d).to(DEVICE, dtype).transpose(1, 2) for n, d in shapes]
 
@@ -51,7 +51,7 @@ def check(tensors, key_mask=None, factor=4.0, **how):
     wide = run([x.double() for x in tensors], key_mask, "reference", **how)
     plain, computed = (run(tensors, key_mask, impl, **how) for impl in ("reference", "triton"))
     for name, *each in zip(("out", "dq", "dk", "dv"), computed, plain, wide, strict=True):
-        # Sums tile by tile round a little differently from one sum.
+        # Sums over tiles round differently from a single sum.
         assert_close(name, *each, factor=factor)
 
 
@@ -73,16 +73,16 @@ def risen(length, *steps):
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """Outputs, sums and what is kept are full of NaN before they are written; a few tokens have several segments."""
+    """Fill outputs, sums and saved tensors with NaN before kernels run; a few tokens have several segments."""
     made, fake = launches.empty, (launching._fake_forward, launching._fake_backward)
-    monkeypatch.setattr(launches, "empty", lambda *given: made(*given).fill_(torch.nan))
+    monkeypatch.setattr(launches, "empty", lambda *arguments: made(*arguments).fill_(torch.nan))
     for each in fake:
         monkeypatch.setattr(launching, each.__name__, _full(each))
     monkeypatch.setattr(cutting, "LEAST", 64)
 
 
 def _full(make):
-    return lambda *given: tuple(x.fill_(torch.nan if x.is_floating_point() else -9) for x in make(*given))
+    return lambda *arguments: tuple(x.fill_(torch.nan if x.is_floating_point() else -9) for x in make(*arguments))
 
 
 @pytest.mark.slow
@@ -109,12 +109,14 @@ def of_each_head(heads, size=16, features=24) -> dict[str, Any]:
 @CAUSAL
 @pytest.mark.sample(1)
 def test_rows_and_weights_of_each_head(causal):
-    own = of_each_head(2)
+    per_head = of_each_head(2)
     tensors = draw(9, 40, heads=2, batch=2)
-    check(tensors, causal=causal, **own)
-    # The weights of one head reach no other.
-    changed = own | {"offsets": own["offsets"] + 2 * torch.arange(2, device=DEVICE)[:, None] * own["offsets"]}
-    one, other = (attend(*tensors, causal=causal, **each) for each in (own, changed))
+    check(tensors, causal=causal, **per_head)
+    # The weights of one head do not affect others.
+    changed = per_head | {
+        "offsets": per_head["offsets"] + 2 * torch.arange(2, device=DEVICE)[:, None] * per_head["offsets"]
+    }
+    one, other = (attend(*tensors, causal=causal, **each) for each in (per_head, changed))
     assert torch.equal(one[:, 0], other[:, 0])
     assert not torch.equal(one[:, 1], other[:, 1])
 
@@ -160,7 +162,7 @@ def test_tiles_of_other_heads(causal, size, dtype):
     check(draw(40, 40, size=size, dtype=dtype), causal=causal)
 
 
-# What rises where, of chunks of 32 tokens; and which keys of each chunk raise the tops.
+# Rises per chunk of 32 tokens, and the keys in each chunk that raise the maximum.
 RISES = {
     "at once": (((0, 300), (1, 2)), [[1], [], []]),
     "in the middle of a chunk": (((0, 110), (17, 2)), [[17], [], []]),
@@ -188,15 +190,15 @@ def test_rises_under_a_key_mask_and_with_few_queries():
 
 @pytest.mark.slow
 def test_rises_in_half_precision():
-    # Gradients are differences of keys that are much longer than they; s comes of outputs of 16 bits, as in flash
-    # attention. Tensor cores cut features to the 10 bits of a float16, which the interpreter multiplies whole.
+    # Gradients are differences of keys that are much longer than they; s comes of outputs of 16 bits, as in flash attention.
+    # Tensor cores truncate features to 10 bits (TF32); the interpreter does not.
     check([x.half() for x in risen(70, (0, 150), (40, 2))], causal=True, factor=40.0 if DEVICE == "cpu" else 80.0)
 
 
 def test_exponents_are_right_where_they_are_large():
     # Logarithms of +-30, as one rounding of the projection to 16 bits would move by a tenth.
     q, k, v = draw(40, 40, dtype=torch.float16)
-    # Tensor cores cut features to the 10 bits of a float16, which the interpreter multiplies whole.
+    # Tensor cores truncate features to 10 bits (TF32); the interpreter does not.
     check([q * 8, k * 8, v], causal=False, factor=4.0 if DEVICE == "cpu" else 16.0)
 
 
@@ -204,7 +206,7 @@ def test_exponents_are_right_where_they_are_large():
 @KERNEL
 @pytest.mark.parametrize(("past", "future"), [(1.0, 3.0), (1.0, 100.0), (30.0, 0.01)])
 @pytest.mark.parametrize("cut", [0, 31, 32])
-def test_a_query_cannot_tell_even_by_a_bit_how_large_later_keys_are(kernel, past, future, cut):
+def test_later_keys_change_no_bit_of_a_query(kernel, past, future, cut):
     q, k, v = draw(70, 70)
     later = (torch.arange(70, device=DEVICE) > cut)[:, None]
     q, k, v = (x * past for x in (q, k, v))
@@ -293,8 +295,8 @@ def test_a_prompt_leaves_the_state_that_tokens_follow(kernel, length, keys):
     how: Any = {"projection": projection(16), "kernel": kernel, "scale": 0.25}
     wide = [x.double() for x in (q, k, v)]
     computed, plain, exact = (
-        performer_decode(*given, key_mask=mask(keys), **how, impl=impl)
-        for given, impl in (((q, k, v), "triton"), ((q, k, v), "reference"), (wide, "reference"))
+        performer_decode(*tensors, key_mask=mask(keys), **how, impl=impl)
+        for tensors, impl in (((q, k, v), "triton"), ((q, k, v), "reference"), (wide, "reference"))
     )
     outs = [at_real_queries(each[0], mask(keys)) for each in (computed, plain, exact)]
     assert_close("out", outs[0], outs[1], outs[2], factor=4.0)
@@ -325,23 +327,25 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_kernels_have_not_is_refused(what):
+def test_refuses_unsupported_forms(what):
     call, said = REFUSED[what]
     with pytest.raises(ValueError, match=said):
         call(draw(5, 5)[0], {"projection": projection(16), "scale": 0.25, "impl": "triton"})
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="there auto takes the kernels")
-def test_nobody_interprets_unasked():
+def test_the_interpreter_runs_only_on_request():
     attend(*draw(5, 5), impl="auto", causal=True)
     assert chosen()["performer_attention"] != "triton"
 
 
 def test_a_prompt_with_rows_and_weights_of_each_head():
-    own = of_each_head(2)
-    how: Any = {"projection": own["rows"], "offsets": own["offsets"], "scale": 0.25}
+    per_head = of_each_head(2)
+    how: Any = {"projection": per_head["rows"], "offsets": per_head["offsets"], "scale": 0.25}
     tensors = draw(40, 40, heads=2)
-    (out, state), (expected, kept) = (performer_decode(*tensors, **how, impl=impl) for impl in ("triton", "reference"))
+    (out, state), (expected, expected_state) = (
+        performer_decode(*tensors, **how, impl=impl) for impl in ("triton", "reference")
+    )
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
-    for name in kept:
-        torch.testing.assert_close(state[name], kept[name], rtol=1e-4, atol=1e-4)
+    for name in expected_state:
+        torch.testing.assert_close(state[name], expected_state[name], rtol=1e-4, atol=1e-4)

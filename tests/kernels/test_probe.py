@@ -1,4 +1,4 @@
-"""What a probe finds; nothing here asserts how fast this machine is."""
+"""Findings of a probe; no test asserts how fast this machine is."""
 
 import time
 
@@ -15,7 +15,7 @@ from approx_kernels.ops.fastest.probe import measure
 @pytest.fixture(autouse=True)
 def small_and_quick(monkeypatch):
     monkeypatch.setattr(probe, "crowded", lambda: False)
-    # What is chosen depends on the ways alone.
+    # The choice depends only on the timed implementations.
     monkeypatch.setattr(probe, "SHORT", 16)
     monkeypatch.setattr(probe, "SECONDS", 0.0)
 
@@ -45,7 +45,7 @@ def small(**changed):
     return Case("cpu", torch.float32, 32, **changed)
 
 
-def test_the_fastest_way_is_chosen_and_every_other_is_told(monkeypatch):
+def test_chooses_the_fastest_way_and_records_all(monkeypatch):
     choose_among(
         monkeypatch,
         quick=delayed(0.002),
@@ -117,7 +117,7 @@ def test_a_machine_that_others_use_is_measured_on_one_thread(monkeypatch):
         torch.set_num_threads(before)
 
 
-def test_on_cuda_every_back_end_and_lengths_are_asked(monkeypatch):
+def test_on_cuda_times_every_back_end_and_lengths(monkeypatch):
     monkeypatch.setattr(ways, "triton", None)
     plain = ways.ways("cuda", padded=False, few=False)
     assert {ways.DEFAULT, "cudnn SDPA", "flash SDPA", "efficient SDPA", "math SDPA", ways.LIBRARY} == plain.keys()
@@ -136,24 +136,24 @@ def test_on_cuda_every_back_end_and_lengths_are_asked(monkeypatch):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_on_cuda_the_own_kernels_are_asked_where_triton_is(causal, monkeypatch):
+def test_on_cuda_times_our_kernels_with_triton(causal, monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert "own flash" not in ways.ways("cuda", padded=False, few=True)
     assert "own flash" not in ways.ways("cpu", padded=True, few=False)
-    own = ways.ways("cuda", padded=True, few=False)["own flash"]
+    flash = ways.ways("cuda", padded=True, few=False)["own flash"]
     mask = torch.arange(20) < torch.tensor([[20], [12]])
     for size in (16, 24):
         leaves = [x.requires_grad_() for x in torch.randn(3, 2, 2, 20, size).unbind()]
         outs = [
             way(*leaves, mask, causal=causal, scale=0.3).transpose(1, 2)[mask]
-            for way in (own, ways.ways("cpu", padded=True, few=False)[ways.DEFAULT])
+            for way in (flash, ways.ways("cpu", padded=True, few=False)[ways.DEFAULT])
         ]
         torch.testing.assert_close(*outs)
         grads = [torch.autograd.grad(out.square().sum(), leaves) for out in outs]
         torch.testing.assert_close(*grads)
     with pytest.raises(RuntimeError, match="allowed are float16"):
-        own(*torch.randn(3, 1, 1, 20, 16, dtype=torch.float64), None, causal=causal, scale=0.3)
+        flash(*torch.randn(3, 1, 1, 20, 16, dtype=torch.float64), None, causal=causal, scale=0.3)
 
 
 @pytest.mark.gpu

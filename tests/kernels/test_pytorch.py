@@ -1,4 +1,4 @@
-"""The private names of PyTorch: what stands in where a version lacks them computes the same."""
+"""The private names of PyTorch: fallbacks for versions without them compute the same."""
 
 import ast
 from pathlib import Path
@@ -61,7 +61,7 @@ def test_products_of_int8_are_the_same_without_the_private_one(monkeypatch):
     assert torch.equal(product, expected)
 
 
-def test_changes_are_counted_where_somebody_counts():
+def test_version_counters_follow_changes():
     x = torch.zeros(2)
     before = pytorch.changes(x)
     x.add_(1)

@@ -1,4 +1,4 @@
-"""A ring keeps what queries to come can reach, in buffers that are written to rather than copied."""
+"""A ring keeps the keys in reach of later queries, in buffers that are written in place."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ pieces = st.lists(st.integers(1, 2 * LEAST_ROOM), min_size=1, max_size=4)
 
 
 def numbered(batch: int, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys [B, 2, n, 3] and values [B, 2, n, 1] that tell their sample and their place."""
+    """Keys [B, 2, n, 3] and values [B, 2, n, 1] that encode their sample and place."""
     place = torch.arange(first, first + count, dtype=torch.float64)
     number = (place + 10_000 * torch.arange(batch)[:, None])[:, None, :, None]
     return number.expand(batch, 2, count, 3).contiguous(), -number.expand(batch, 2, count, 1).contiguous()
@@ -38,7 +38,7 @@ def steps(prompt: list[int], singles: int) -> list[int]:
     count=st.integers(0, 70),
     gone=st.integers(0, 30),
 )
-def test_it_holds_the_first_and_the_newest_of_every_sample(pieces, singles, first, count, gone):
+def test_holds_the_first_and_newest_keys_of_every_sample(pieces, singles, first, count, gone):
     ring, seen = None, 0
     padding = (0, gone)
     with torch.no_grad():
@@ -54,7 +54,7 @@ def test_it_holds_the_first_and_the_newest_of_every_sample(pieces, singles, firs
 
 
 @given(pieces=pieces, singles=st.integers(0, 90), count=st.integers(0, 70), grad=st.booleans())
-def test_it_holds_the_newest_of_all_places_and_leaves_what_it_was_given(pieces, singles, count, grad):
+def test_holds_the_newest_places_and_does_not_change_its_arguments(pieces, singles, count, grad):
     ring, seen, parts = None, 0, []
     with torch.set_grad_enabled(grad):
         for n in steps(pieces, singles):
@@ -90,7 +90,7 @@ def test_a_mask_is_dropped_when_padding_is_left_behind():
 
 
 @pytest.mark.parametrize("choose", [lambda x: x[[1, 1, 0]], lambda x: x.index_select(0, torch.tensor([1, 1, 0]))])
-def test_samples_are_chosen_and_go_their_own_ways(choose):
+def test_selected_samples_are_independent(choose):
     with torch.no_grad():
         ring = newest(extended(None, *numbered(2, 0, 8), None), 5)
         ring = {name: choose(x) for name, x in ring.items()}
@@ -105,17 +105,17 @@ def test_samples_are_chosen_and_go_their_own_ways(choose):
 
 def test_gradients_reach_every_key():
     (k, v), (later, last) = numbered(1, 0, 3), numbered(1, 3, 1)
-    given = [x.requires_grad_() for x in (k, v, later, last)]
+    leaves = [x.requires_grad_() for x in (k, v, later, last)]
     ring = newest(extended(None, k, v, None), 3)
     before = content(ring)[0]
     weights = before.square().sum()
     ring = newest(extended(ring, later, last, None), 3)
-    first, *others = torch.autograd.grad(weights + sum(x.square().sum() for x in content(ring)[:2]), given)
+    first, *others = torch.autograd.grad(weights + sum(x.square().sum() for x in content(ring)[:2]), leaves)
     assert first[0, 0, :, 0].tolist() == [0.0, 4.0, 8.0]
     assert all(bool(x.any()) for x in others)
 
 
-def test_what_was_made_for_inference_goes_on_outside_of_it():
+def test_a_ring_made_in_inference_mode_continues_outside():
     with torch.inference_mode():
         ring = newest(extended(None, *numbered(1, 0, 3), None), 3)
     with torch.no_grad():

@@ -8,19 +8,19 @@ from approx_kernels.tokens import check_shapes
 FITTING = {"q": (2, 3, 5, 8), "k": (2, 3, 7, 8), "v": (2, 3, 7, 4)}
 
 
-def given(**other):
+def arguments(**other):
     made = {name: torch.zeros(shape) for name, shape in FITTING.items()}
     return {**made, "key_mask": torch.ones(2, 7, dtype=torch.bool), **other}
 
 
-def test_what_fits_passes():
-    check_shapes(**given())
-    check_shapes(**given(key_mask=None))
-    check_shapes(**given(k=torch.zeros(2, 1, 7, 8), v=torch.zeros(2, 1, 7, 4)))
+def test_accepts_matching_tensors():
+    check_shapes(**arguments())
+    check_shapes(**arguments(key_mask=None))
+    check_shapes(**arguments(k=torch.zeros(2, 1, 7, 8), v=torch.zeros(2, 1, 7, 4)))
 
 
 @pytest.mark.parametrize(
-    ("name", "tensor", "told"),
+    ("name", "tensor", "message"),
     [
         ("q", torch.zeros(2, 5, 8), r"q has shape \[2, 5, 8\]; expected \[batch, heads, queries, head size\]"),
         ("k", torch.zeros(2, 3, 7, 9), r"k has shape \[2, 3, 7, 9\]; expected \[2, heads, keys, 8\]"),
@@ -41,6 +41,6 @@ def test_what_fits_passes():
         ("key_mask", torch.ones(2, 7, dtype=torch.bool, device="meta"), "key_mask is on meta, q on cpu"),
     ],
 )
-def test_what_does_not_fit_is_refused(name, tensor, told):
-    with pytest.raises(ValueError, match=told):
-        check_shapes(**given(**{name: tensor}))
+def test_rejects_mismatched_tensors(name, tensor, message):
+    with pytest.raises(ValueError, match=message):
+        check_shapes(**arguments(**{name: tensor}))

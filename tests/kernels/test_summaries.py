@@ -1,4 +1,4 @@
-"""Attention to summaries: patterns that it does not know are refused, whatever would run them."""
+"""Attention to summaries refuses unknown patterns in every implementation."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from approx_kernels.ops.summaries.api import summary_attention
         ("future", True, "inside='future'; expected inside='past'"),
     ],
 )
-def test_a_pattern_that_is_none_or_would_look_ahead_is_refused(inside, causal, words):
+def test_rejects_unknown_patterns_and_those_that_look_ahead(inside, causal, words):
     q, k, v = torch.randn(3, 1, 2, 9, 4).unbind()
     with pytest.raises(ValueError, match=words):
         summary_attention(

@@ -15,7 +15,7 @@ from closeness import assert_close, at_real_queries
 @pytest.mark.parametrize("masked", [False, True], ids=["all real", "masked"])
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 63), (129, 129), (17, 129), (129, 17)])
 @pytest.mark.parametrize("block", [64, 5])
-def test_it_equals_attention_over_the_kept_keys(monkeypatch, causal, masked, queries, keys, block):
+def test_equals_attention_over_the_kept_keys(monkeypatch, causal, masked, queries, keys, block):
     monkeypatch.setattr(reference, "_BLOCK", block)
     q, k, v = (torch.randn(2, 3, n, 8).double().requires_grad_() for n in (queries, keys, keys))
     mask, grad = torch.rand(2, keys) < (0.7 if masked else 2), torch.randn(2, 3, queries, 8).double()
@@ -23,8 +23,8 @@ def test_it_equals_attention_over_the_kept_keys(monkeypatch, causal, masked, que
     allowed = allowed.tril(keys - queries) if causal else allowed
     scores = (0.3 * q @ k.transpose(-2, -1)).masked_fill(~allowed, -1e9)
     place = scores.argsort(-1, descending=True).argsort(-1)
-    kept = allowed & (place < 6)
-    expected = (scores.masked_fill(~kept, -1e9).softmax(-1) * kept) @ v
+    allowed_keys = allowed & (place < 6)
+    expected = (scores.masked_fill(~allowed_keys, -1e9).softmax(-1) * allowed_keys) @ v
     actual = topk_attention(q, k, v, mask if masked else None, topk=6, causal=causal, scale=0.3)
     actual, expected = (at_real_queries(x, mask) for x in (actual, expected))
     torch.testing.assert_close(actual, expected)
@@ -54,10 +54,10 @@ def test_equal_scores_do_not_add_keys():
     sizes=st.tuples(st.integers(1, 40), st.integers(1, 40)),
     seed=st.integers(0, 1000),
 )
-def test_c_gives_what_the_reference_gives(dtype, queries, keys, square, causal, fill, topk, sizes, seed):
+def test_c_equals_the_reference(dtype, queries, keys, square, causal, fill, topk, sizes, seed):
     torch.manual_seed(seed)
     keys = queries if square else keys
-    # Values of one sign, as sums that cancel say nothing; as projections lay heads out.
+    # Values of one sign, so that sums do not cancel; heads laid out as by projections.
     q, grad = (torch.randn(2, queries, 2, width).to(dtype) for width in sizes)
     k, v = (torch.randn(2, keys, 2, width).to(dtype) for width in sizes)
     mask = None if fill is None else torch.rand(2, keys) < fill
@@ -70,11 +70,10 @@ def test_c_gives_what_the_reference_gives(dtype, queries, keys, square, causal, 
     out, plain, exact = (each[0] for each in results)
     assert_close("out", out, plain, exact, factor=4.0)
     for name, actual, plain, exact, like in zip("qkv", *(each[1:] for each in results), (q, k, v), strict=True):
-        # Gradients of a query that keeps a key or two are differences of next to nothing: what is rounded are their
-        # terms.
-        error, own = ((x.double() - exact).square().mean().sqrt() for x in (actual, plain))
+        # Gradients of a query that keeps one or two keys nearly cancel, so compare errors with their terms.
+        error, rounding = ((x.double() - exact).square().mean().sqrt() for x in (actual, plain))
         terms = like.double().square().mean().sqrt() * grad.double().square().mean().sqrt()
-        assert error <= 4.0 * max(own, torch.finfo(dtype).eps * terms), name
+        assert error <= 4.0 * max(rounding, torch.finfo(dtype).eps * terms), name
 
 
 @needs_compiler
@@ -86,7 +85,7 @@ def test_nan_is_not_hidden_by_c():
     assert not out[:, :, :40].isnan().any()
 
 
-def test_what_c_cannot_do_is_refused_by_name():
+def test_names_cases_that_c_does_not_support():
     q = torch.randn(1, 1, 4, 8, dtype=torch.float64)
     with pytest.raises(ValueError, match="float64"):
         topk_attention(q, q, q, topk=2, causal=False, scale=1.0, impl="cpu")

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
 
 def draw(length, keys, *, size=16, values=16, heads=1, batch=1, dtype=torch.float32):
-    # Heads beside each other in memory, as a model has them.
+    # Heads of a token are contiguous in memory, as in a model.
     shapes = (length, size), (keys, size), (keys, values)
     return [torch.randn(batch, n, heads, d).to(DEVICE, dtype).transpose(1, 2) for n, d in shapes]
 
@@ -44,22 +44,22 @@ def run(tensors, impl, key_mask=None, **how):
     return [out, *torch.autograd.grad(out, leaves, grad)]
 
 
-def check(tensors, *given, **how):
-    wide = run([x.double() for x in tensors], "reference", *given, **how)
-    plain, computed = (run(tensors, impl, *given, **how) for impl in ("reference", "triton"))
+def check(tensors, *arguments, **how):
+    wide = run([x.double() for x in tensors], "reference", *arguments, **how)
+    plain, computed = (run(tensors, impl, *arguments, **how) for impl in ("reference", "triton"))
     for name, *each in zip(("out", "dq", "dk", "dv"), computed, plain, wide, strict=True):
-        # Sums part by part, in logarithms to the base 2, round a few times more than one sum; how often depends on the
+        # Sums over parts, with scores in base 2, round a few times more than a single sum; how often depends on the
         # processor where NumPy's products stand in for a GPU's.
         assert_close(name, *each, factor=10.0)
 
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """All that a kernel is to write is full of NaN, or of keys that there are not, before."""
+    """Fill the outputs of kernels with NaN, or indices out of range, before they run."""
 
     def full(make):
-        def made(*given, **how):
-            out = make(*given, **how)
+        def made(*arguments, **how):
+            out = make(*arguments, **how)
             if out.is_floating_point() or out.dtype == torch.int32:
                 out.fill_(torch.nan if out.is_floating_point() else 2**31 - 1)
             return out
@@ -88,7 +88,7 @@ def mask(length):
     dtype=st.sampled_from([torch.float32, torch.float16]),
     seed=st.integers(0, 1000),
 )
-def test_it_gives_what_the_reference_gives(queries, keys, square, causal, fill, topk, dtype, seed):
+def test_equals_the_reference(queries, keys, square, causal, fill, topk, dtype, seed):
     torch.manual_seed(seed)
     q, k, v = draw(queries, queries if square else keys, batch=2, dtype=dtype)
     real = None if fill is None else torch.rand(2, k.shape[2]).to(DEVICE) < fill
@@ -97,10 +97,9 @@ def test_it_gives_what_the_reference_gives(queries, keys, square, causal, fill, 
         for impl, wide in (("triton", dtype), ("reference", dtype), ("reference", torch.float64))
     ]
     for name, computed, plain, exact in zip(("out", "dq", "dk", "dv"), *results, strict=True):
-        # Gradients of a query that keeps a key or two are differences of next to nothing: what is rounded are their
-        # terms.
-        error, own = ((x.double() - exact).square().mean().sqrt() for x in (computed, plain))
-        assert error <= 6.0 * max(own, torch.finfo(dtype).eps), name
+        # Gradients of a query that keeps one or two keys nearly cancel, so compare errors with their terms.
+        error, rounding = ((x.double() - exact).square().mean().sqrt() for x in (computed, plain))
+        assert error <= 6.0 * max(rounding, torch.finfo(dtype).eps), name
 
 
 @pytest.mark.slow
@@ -130,7 +129,7 @@ def test_many_tokens():
 @pytest.mark.slow
 @pytest.mark.parametrize("topk", [25, 10**9])
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
-def test_who_keeps_all_keys_attends_exactly(topk, causal):
+def test_keeping_all_keys_is_exact(topk, causal):
     (q, k, v), real = draw(25, 25, batch=2), mask(25)[[0, 3]]
     pairs = real[:, None, None].expand(2, 1, 25, 25)
     scores = (q @ k.mT * 0.3).masked_fill(~(pairs.tril() if causal else pairs), -torch.inf)
@@ -146,7 +145,7 @@ def test_equal_scores_do_not_add_keys():
 
 
 def chosen(scores, topk, key_mask=None):
-    """What each of some rows keeps, and whose it is."""
+    """The chosen keys of some rows, and their scores."""
     rows, keys = scores.shape
     x = scores.new_zeros(1, 1, max(rows, keys), 16)
     launches = Launches(x[:, :, :rows], x[:, :, :keys], x[:, :, :keys], topk, False, 1.0)
@@ -157,7 +156,7 @@ def chosen(scores, topk, key_mask=None):
 
 
 @pytest.fixture(params=[1024, 32], ids=["in registers", "not in registers"])
-def held(request, monkeypatch):
+def registers(request, monkeypatch):
     """Rows that fit into registers, and rows that do not."""
     cut = Configuration({"BS": request.param, "BW": 16}, 1, 1)
     monkeypatch.setattr(triton_launches, "SELECT", {request.param: (cut,)})
@@ -209,7 +208,7 @@ def test_scores_far_below_zero_and_above():
 def test_some_queries_after_others_change_nothing(monkeypatch):
     tensors, real = draw(70, 75), mask(75)[:1]
     whole = run(tensors, "triton", real, causal=True)
-    # Of 80 scores a row: whole tiles, for a row at another place of one is rounded otherwise by NumPy's products.
+    # 80 scores a row make whole tiles: NumPy rounds a row differently elsewhere in a tile.
     monkeypatch.setattr(triton_launches, "_SCORES", 64 * 80)
     assert all(torch.equal(*each) for each in zip(whole, run(tensors, "triton", real, causal=True), strict=True))
 
@@ -219,7 +218,7 @@ def test_what_is_kept_for_the_gradients_grows_with_what_is_kept_of_the_keys():
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x):
         attend(*(x.requires_grad_() for x in draw(40, 60)), topk=3)
-    assert sorted(kept) == sorted([(1, 1, 40, 16), (1, 1, 60, 16), (1, 1, 60, 16), (1, 1, 40), (1, 1, 40, 3)])
+    assert sorted(selected) == sorted([(1, 1, 40, 16), (1, 1, 60, 16), (1, 1, 60, 16), (1, 1, 40), (1, 1, 40, 3)])
 
 
 @pytest.mark.slow
@@ -265,12 +264,12 @@ def test_operations_are_counted(causal):
         out = attend(q, k, v, causal=causal)
         forward = counter.get_total_flops()
         out.sum().backward()
-    pairs, kept = sum(range(11, 31)) if causal else 20 * 30, 20 * 4
-    assert forward == 2 * (pairs * 16 + kept * 32)
-    assert counter.get_total_flops() - forward == 2 * (kept * (2 * 16 + 32) + pairs * 2 * (16 + 32))
+    pairs, chosen = sum(range(11, 31)) if causal else 20 * 30, 20 * 4
+    assert forward == 2 * (pairs * 16 + chosen * 32)
+    assert counter.get_total_flops() - forward == 2 * (chosen * (2 * 16 + 32) + pairs * 2 * (16 + 32))
 
 
-def test_what_it_has_no_kernel_for_is_told():
+def test_names_cases_without_a_kernel():
     with pytest.raises(ValueError, match=r"no dropout, and 0\.1 was asked for\. Set the attention dropout to 0"):
         attend(*draw(9, 9), dropout=0.1)
     with pytest.raises(ValueError, match="head size is 24; allowed are"):

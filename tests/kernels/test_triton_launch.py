@@ -1,4 +1,4 @@
-"""Which configuration of a kernel is launched, and where: no card is needed for a launch that says what it lacks."""
+"""The configuration of a launch, and its device, with fake kernels that report missing resources."""
 
 from contextlib import contextmanager
 
@@ -45,28 +45,28 @@ class Launch:
         return cut
 
 
-def test_a_tile_that_does_not_fit_gives_way_to_a_smaller_one_which_is_taken_from_then_on():
+def test_falls_back_to_a_smaller_tile_and_remembers_it():
     launch = Launch(64)
     assert [first_that_fits(launch, (WIDE, NARROW), "sums", CARD) for _ in range(2)] == [NARROW, NARROW]
     assert launch.tried == [128, 64, 64]
-    # What else is launched, or elsewhere, may fit.
+    # Other launches, or other devices, may fit.
     first_that_fits(launch, (WIDE, NARROW), "products", CARD)
     first_that_fits(launch, (WIDE, NARROW), "sums", OTHER)
     assert launch.tried[3:] == [128, 64, 128, 64]
 
 
-def test_a_tile_that_fits_is_the_only_one_that_is_tried():
+def test_tries_no_other_tile_after_one_that_fits():
     launch = Launch(128)
     assert first_that_fits(launch, (WIDE, NARROW), "sums", CARD) == WIDE
     assert launch.tried == [128]
 
 
-def test_a_card_that_is_too_small_for_every_tile_is_told_what_it_lacks():
+def test_names_the_missing_resource_if_no_tile_fits():
     with pytest.raises(ValueError, match=r"A small card cannot hold .* of sums: .*shared memory.* impl='reference'"):
         first_that_fits(Launch(32), (WIDE, NARROW), "sums", CARD)
 
 
-def test_another_error_is_not_taken_for_a_lack():
+def test_other_errors_are_not_retried():
     def launch(cut):
         raise RuntimeError("an illegal address")
 
@@ -74,7 +74,7 @@ def test_another_error_is_not_taken_for_a_lack():
         first_that_fits(launch, (WIDE, NARROW), "sums", CARD)
 
 
-def test_whatever_is_launched_is_launched_on_the_device_of_its_tensors(guarded):
+def test_launches_on_the_device_of_the_tensors(guarded):
     seen = []
 
     def launch(cut):
@@ -97,9 +97,9 @@ class Kernel:
     def fn(self, X, rows, E: int, BM: int): ...
 
     def __getitem__(self, grid):
-        def run(x, **told):
-            self.launched.append((grid, told))
-            if x.dtype == torch.float32 and told["BM"] > 64:
+        def run(x, **sizes):
+            self.launched.append((grid, sizes))
+            if x.dtype == torch.float32 and sizes["BM"] > 64:
                 raise triton.OutOfResources(200_000, 100_000, "shared memory")
 
         return run
@@ -118,13 +118,13 @@ def test_a_grid_and_constants_follow_the_tile_and_win_over_it():
     assert kernel.launched == [((1, 2), {"E": 8, "BM": 32, "num_warps": 8, "num_stages": 3, "rows": 256})]
 
 
-def test_what_fits_is_known_by_dtype_and_constants_and_not_by_lengths():
+def test_remembers_fitting_tiles_by_dtype_and_constants():
     kernel, x = Kernel(), torch.ones(100, 8)
 
-    def tried(x, **told):
+    def tried(x, **sizes):
         kernel.launched.clear()
-        launch(kernel, (1,), (WIDE, NARROW), x, **told)
-        return [told["BM"] for _, told in kernel.launched]
+        launch(kernel, (1,), (WIDE, NARROW), x, **sizes)
+        return [sizes["BM"] for _, sizes in kernel.launched]
 
     assert tried(x, E=8, rows=1) == [128, 64]
     assert tried(x, E=8, rows=2) == [64]

@@ -27,7 +27,7 @@ def prompt(length: int = 9) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("mechanism", [None, "linear", "local"])
-def test_it_decodes_what_generate_does_every_time(mechanism):
+def test_decodes_like_generate_every_time(mechanism):
     settings = {"left": 4} if mechanism == "local" else {}
     model, inputs = tiny_gpt2(mechanism=mechanism, **settings), prompt()
     ids = inputs["input_ids"]
@@ -64,7 +64,7 @@ def test_decoding_is_greedy_and_never_ends_early_whatever_the_checkpoint_says():
 
 
 def test_contenders_are_the_base_in_its_ways_and_the_variants(monkeypatch):
-    base, own, inputs = tiny_gpt2(), tiny_gpt2(mechanism="linear"), prompt()
+    base, converted, inputs = tiny_gpt2(), tiny_gpt2(mechanism="linear"), prompt()
     inside = []
 
     @contextmanager
@@ -74,7 +74,7 @@ def test_contenders_are_the_base_in_its_ways_and_the_variants(monkeypatch):
             yield
 
     monkeypatch.setattr("approx.measuring.prediction.fastest_exact", noted)
-    made = decoders({BASE: base, "own": own}, 4)
+    made = decoders({BASE: base, "own": converted}, 4)
     assert [(one.name, one.role) for one in made] == [
         (BASE, "base"),
         ("fastest way", "exact"),
@@ -82,7 +82,7 @@ def test_contenders_are_the_base_in_its_ways_and_the_variants(monkeypatch):
         ("own", "variant"),
     ]
     for one, expected in zip(
-        made, (Decoder(base, 4), Decoder(base, 4), Decoder(base, 4, attention_free), Decoder(own, 4)), strict=True
+        made, (Decoder(base, 4), Decoder(base, 4), Decoder(base, 4, attention_free), Decoder(converted, 4)), strict=True
     ):
         assert one.begin is not None
         one.begin(inputs)
@@ -109,7 +109,7 @@ def test_the_cache_of_both_kinds_of_attention_is_counted_and_shared_memory_once(
 @pytest.mark.parametrize(
     "architecture", ["BartForConditionalGeneration", "WhisperForConditionalGeneration", "ViTForImageClassification"]
 )
-def test_what_reads_a_source_or_no_text_is_refused(architecture):
+def test_refuses_encoder_decoders_and_models_without_text(architecture):
     with pytest.raises(ApproxError, match=f"A {architecture} does not continue a text"):
         refuse(tiny(architecture))
 
@@ -128,15 +128,15 @@ def test_the_cache_of_exact_attention_holds_every_token_and_that_of_a_state_does
     assert sizes["linear", 9] == sizes["linear", 30] > 0
 
 
-def test_without_attention_it_decodes_something_else():
+def test_without_attention_tokens_differ():
     model, inputs = tiny_gpt2(), prompt()
     assert not torch.equal(Decoder(model, 5).run(inputs), Decoder(model, 5, attention_free).run(inputs))
 
 
-def test_only_what_continues_a_text_is_taken():
-    with pytest.raises(ApproxError, match="BertForSequenceClassification does not continue a text") as told:
+def test_accepts_only_models_that_continue_a_text():
+    with pytest.raises(ApproxError, match="BertForSequenceClassification does not continue a text") as caught:
         decoders({BASE: tiny_model(2)}, 4)
-    assert told.value.exit_code == Exit.UNSUPPORTED
+    assert caught.value.exit_code == Exit.UNSUPPORTED
 
 
 def test_a_record_of_decoding_has_its_rate_and_its_cache(tmp_path):
@@ -156,7 +156,7 @@ def test_a_record_of_decoding_has_its_rate_and_its_cache(tmp_path):
         api.bench(str(folder), [61], **asked)
 
 
-def test_what_a_repetition_needs_is_prepared_before_each_and_not_timed(monkeypatch):
+def test_prepares_each_repetition_outside_the_timing(monkeypatch):
     timed_calls, order = [], []
     of = timing.timed
 

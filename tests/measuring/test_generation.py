@@ -99,7 +99,7 @@ def test_a_text_may_fill_the_positions_to_the_last(prompt, new, remedy):
     assert caught.value.exit_code == Exit.USAGE
 
 
-def test_models_that_read_other_tokens_are_not_compared():
+def test_models_with_other_tokenizers_are_not_compared():
     turned = words()
     turned.add_tokens(["film is"])
     with pytest.raises(ApproxError, match="The tokenizers of model 1 and exact differ"):

@@ -49,7 +49,7 @@ def opened(model: Any, sha256: str = "a") -> checkpoint.Checkpoint:
     return checkpoint.Checkpoint(nowhere, model, sha256)
 
 
-def test_whatever_changes_outputs_changes_the_identity_and_a_folders_name_does_not():
+def test_identity_follows_outputs_and_not_the_folders_name():
     model = tiny_model(2)
     known = identity(opened(model))
     other = copy.deepcopy(model)
@@ -74,7 +74,7 @@ def test_how_a_model_writes_and_what_its_layers_run_are_part_of_its_identity():
     assert len(known) == 4
 
 
-def test_outputs_are_kept_by_what_computes_them(monkeypatch):
+def test_outputs_are_stored_by_the_code_that_computes_them(monkeypatch):
     cpu = torch.device("cpu")
     said = set()
     for obstacle in (None, "no compiler"):
@@ -93,7 +93,7 @@ def test_outputs_are_kept_by_what_computes_them(monkeypatch):
     assert computed_by(torch.device("cuda:1"), fast_products=True) == "the GPU 1, fast products"
 
 
-def test_examples_and_settings_are_told_apart_and_the_place_of_the_file_is_not(tmp_path):
+def test_hash_depends_on_examples_and_settings_and_not_on_the_path(tmp_path):
     def read(folder: str, label: int = 1, name: str = "dev", task: str = "glue/sst2") -> str:
         (tmp_path / folder).mkdir(exist_ok=True)
         file = tmp_path / folder / f"{name}.tsv"
@@ -107,7 +107,7 @@ def test_examples_and_settings_are_told_apart_and_the_place_of_the_file_is_not(t
     assert len({examples_read(task, lengths[0].load()) for task in lengths}) == 2
 
 
-def test_the_files_beside_the_weights_are_hashed_with_their_names(tmp_path):
+def test_hashes_other_files_of_the_folder_with_their_names(tmp_path):
     hashes = set()
     for name, text in (("config.json", "{}"), ("config.json", "[]"), ("vocab.txt", "[]"), ("vocab.model", "[]")):
         (tmp_path / name).write_text(text, encoding="utf-8")
@@ -146,7 +146,7 @@ class Scale:
         ("def widen", "def broaden", False),
     ],
 )
-def test_only_what_computes_counts_of_a_source(old, new, same):
+def test_hash_of_a_source_ignores_comments_and_docstrings(old, new, same):
     assert old in SOURCE
     known = what_computes(SOURCE.encode())
     assert (what_computes(SOURCE.replace(old, new).encode()) == known) is same

@@ -15,7 +15,7 @@ from approx.planning.plan import Plan
 from tiny_classifier import tiny_model, tiny_tokenizer
 
 
-def test_a_model_is_described_by_itself_and_not_copied():
+def test_describes_a_model_without_copying_it():
     model, tokenizer = tiny_model(2), tiny_tokenizer()
     one = in_memory(model, tokenizer)
     assert one.model is model
@@ -41,9 +41,9 @@ def test_a_processor_is_an_object_or_a_folder_and_needed_by_what_reads(tmp_path)
         read = in_memory(model, named, offline=True).source.reader
         assert read("the film is")["input_ids"] == tokenizer("the film is")["input_ids"]
     assert in_memory(model, None, reads=False).source.reader is None
-    for given, words in ((None, "needs its tokenizer or processor"), (3, "'processor' is of type int")):
+    for reader, words in ((None, "needs its tokenizer or processor"), (3, "'processor' is of type int")):
         with pytest.raises(ApproxError, match=words):
-            in_memory(model, given)
+            in_memory(model, reader)
     with pytest.raises(ApproxError, match="A Sequential cannot be measured"):
         in_memory(torch.nn.Sequential(model), tokenizer)
 

@@ -55,9 +55,9 @@ def logits(model):
 def test_without_a_gpu_auto_is_the_cpu_whatever_the_rank(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert measure.choose_device("auto") == measure.choose_device("cpu") == "cpu"
-    with pytest.raises(ApproxError, match="torch sees no GPU") as told:
+    with pytest.raises(ApproxError, match="torch sees no GPU") as caught:
         measure.choose_device("cuda")
-    assert told.value.exit_code == Exit.MISSING
+    assert caught.value.exit_code == Exit.MISSING
 
 
 def test_processes_of_one_machine_take_a_gpu_each(monkeypatch):
@@ -69,14 +69,14 @@ def test_processes_of_one_machine_take_a_gpu_each(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "told"), [("tpu", "auto", "device 'tpu'"), ("cpu", "int8", "dtype 'int8'")]
+    ("device", "dtype", "message"), [("tpu", "auto", "device 'tpu'"), ("cpu", "int8", "dtype 'int8'")]
 )
-def test_other_devices_and_dtypes_are_refused(folders, device, dtype, told):
-    with pytest.raises(ApproxError, match=f"The {told} is unknown; allowed are"):
+def test_other_devices_and_dtypes_are_refused(folders, device, dtype, message):
+    with pytest.raises(ApproxError, match=f"The {message} is unknown; allowed are"):
         measure.open_all({BASE: str(folders[0])}, device, dtype)
 
 
-def test_a_dtype_that_is_asked_for_is_that_of_the_model(folders):
+def test_loads_the_model_in_the_requested_dtype(folders):
     (one,) = measure.open_all({BASE: str(folders[0])}, "cpu", "bfloat16").values()
     assert one.model.dtype == torch.bfloat16
 
@@ -97,7 +97,7 @@ def test_under_exact_attention_a_variant_computes_what_its_base_does(opened):
         (EvaluateStage(task="needle", streaming=True), "needle are generated, or come from files"),
     ],
 )
-def test_only_what_a_hub_holds_is_streamed(stage, words):
+def test_streams_only_hub_datasets(stage, words):
     with pytest.raises(
         ApproxError, match=f"Only hub datasets can be streamed, but the examples of {words}. Leave out streaming"
     ):
@@ -113,23 +113,23 @@ def test_a_batch_is_as_large_as_asked_for_or_chosen():
 
 def test_a_margin_in_points_is_one_of_fractions_where_the_metric_is_one(opened, folders, own_cache):
     stage = EvaluateStage(task="glue/sst2", data=str(folders[2]), margin=2.5, limit=12)
-    told = []
-    how: dict[str, Any] = {"seed": 3, "outputs": None, "progress": lambda *what: told.append(what)}
+    steps = []
+    how: dict[str, Any] = {"seed": 3, "outputs": None, "progress": lambda *what: steps.append(what)}
     entry = measure.measure_quality(opened, stage, **how, fresh=True)
     assert [variant.margin for variant in entry.variants] == [0.025]
     unasked = measure.measure_quality(opened, stage.model_copy(update={"margin": None}), **how, fresh=True)
     assert [variant.margin for variant in unasked.variants] == [0.01]
     assert entry.fast_products is False
     assert not any("fast float32" in note for note in entry.notes)
-    assert {stage for stage, _, _ in told} == {"evaluate glue/sst2"}
-    assert told[-1][1] == told[-1][2] > 0
+    assert {stage for stage, _, _ in steps} == {"evaluate glue/sst2"}
+    assert steps[-1][1] == steps[-1][2] > 0
     # With fresh, nothing is stored.
     assert not [path for path in own_cache.rglob("*") if path.is_file() and "compiled" not in path.parts]
     measure.measure_quality(opened, stage, **how, fresh=False)
     assert [path for path in own_cache.rglob("*") if path.is_file() and "compiled" not in path.parts]
 
 
-def test_draws_of_variants_are_scored_anew_and_the_base_has_none(opened, folders):
+def test_scores_further_draws_of_variants_but_not_of_the_base(opened, folders):
     stage = EvaluateStage(task="glue/sst2", data=str(folders[2]), limit=12, seeds=2)
     entry = measure.measure_quality(opened, stage, seed=0, outputs=None, fresh=True, progress=measure.silent)
     assert [variant.name for variant in entry.variants] == ["local"]
@@ -146,13 +146,13 @@ def test_lengths_beyond_the_positions_are_refused_by_the_name_of_the_model(opene
 def test_timing_extends_positions_of_copies_and_leaves_the_models(opened):
     before = {label: copy.deepcopy(one.model.state_dict()) for label, one in opened.items()}
     stage = BenchStage(lengths=[8, 40], max_length=40, inputs="synthetic", rounds=3, seconds=0)
-    told = []
-    rows = list(measure.measure_speed(opened, stage, None, seed=0, progress=lambda *what: told.append(what)))
+    steps = []
+    rows = list(measure.measure_speed(opened, stage, None, seed=0, progress=lambda *what: steps.append(what)))
     assert [row.length for row in rows] == [8, 40]
     assert all(row.inputs == "synthetic" and row.fast_products is False for row in rows)
     assert all([variant.name for variant in row.variants] == ["local"] for row in rows)
     assert all(known(known(row.ceiling).median_ms) > 0 for row in rows)
-    assert told == [("bench batch 1, 8 tokens", 0, 2), ("bench batch 1, 40 tokens", 1, 2), ("bench", 2, 2)]
+    assert steps == [("bench batch 1, 8 tokens", 0, 2), ("bench batch 1, 40 tokens", 1, 2), ("bench", 2, 2)]
     for label, one in opened.items():
         assert one.model.config.max_position_embeddings == 32
         assert all(torch.equal(x, before[label][name]) for name, x in one.model.state_dict().items())
@@ -160,9 +160,9 @@ def test_timing_extends_positions_of_copies_and_leaves_the_models(opened):
 
 def test_texts_of_another_kind_of_input_are_refused(opened, folders):
     texts = EvaluateStage(task="librispeech/dev-clean", data=str(folders[2]))
-    with pytest.raises(ApproxError, match=r"makes input_values, but .*base takes input_ids") as told:
+    with pytest.raises(ApproxError, match=r"makes input_values, but .*base takes input_ids") as caught:
         next(measure.measure_speed(opened, BenchStage(lengths=[8]), texts, seed=0, progress=measure.silent))
-    assert told.value.exit_code == Exit.UNSUPPORTED
+    assert caught.value.exit_code == Exit.UNSUPPORTED
 
 
 def test_a_record_names_the_base_its_variants_and_their_checks(opened, folders):
@@ -202,7 +202,7 @@ def drawing() -> Any:
     return in_memory(model, tiny_tokenizer())
 
 
-def test_every_model_is_scored_as_what_it_is_with_everything_asked_for(opened, tmp_path, monkeypatch):
+def test_passes_all_options_to_the_evaluation_of_every_model(opened, tmp_path, monkeypatch):
     opened, asked = {**opened, "drawn": drawing()}, {}
 
     def evaluate(subjects: Any, task: Any, stage: Any, **more: Any) -> Quality:
@@ -266,11 +266,11 @@ def test_the_base_is_timed_in_its_ways_and_without_attention(opened, monkeypatch
         name: x.tolist() for name, x in example_inputs(base, 8, batch=2, seed=3).items()
     }
     with torch.no_grad():
-        exact, own = base(**inputs).logits, variant(**inputs).logits
+        exact, converted = base(**inputs).logits, variant(**inputs).logits
         with attention_free(base):
             free = base(**inputs).logits
         said = {one.name: one.run(inputs).logits for one in asked.contenders}
-    assert not torch.equal(exact, own)
+    assert not torch.equal(exact, converted)
     assert not torch.equal(exact, free)
     assert [(one.name, one.role) for one in asked.contenders] == [
         (BASE, "base"),
@@ -278,7 +278,7 @@ def test_the_base_is_timed_in_its_ways_and_without_attention(opened, monkeypatch
         (CEILING, "ceiling"),
         ("local", "variant"),
     ]
-    for name, due in ((BASE, exact), ("fastest way", exact), (CEILING, free), ("local", own)):
+    for name, due in ((BASE, exact), ("fastest way", exact), (CEILING, free), ("local", converted)):
         torch.testing.assert_close(said[name], due, rtol=0, atol=1e-6)
     assert (asked.seed, asked.device, asked.dtype) == (3, torch.device("cpu"), torch.float32)
     assert [(row.length, row.seconds, row.fast_products) for row in rows] == [(8, None, False), (16, None, False)]
@@ -315,10 +315,10 @@ def test_images_have_one_length_and_sounds_have_seconds(monkeypatch):
 
 
 @pytest.mark.parametrize("wanted", [False, True])
-def test_fast_products_are_those_of_every_model_and_told(opened, folders, wanted, monkeypatch):
-    given: list[Any] = []
+def test_fast_products_apply_to_every_model_and_are_recorded(opened, folders, wanted, monkeypatch):
+    tasks: list[Any] = []
     monkeypatch.setattr(
-        measure, "products_for", lambda models, wanted: given.append(([*models], wanted)) or nullcontext()
+        measure, "products_for", lambda models, wanted: tasks.append(([*models], wanted)) or nullcontext()
     )
     _, rows = timed(opened, BenchStage(lengths=[8], inputs="synthetic", fast_products=wanted), monkeypatch)
     assert [row.fast_products for row in rows] == [wanted]
@@ -330,12 +330,12 @@ def test_fast_products_are_those_of_every_model_and_told(opened, folders, wanted
     entry = measure.measure_quality(opened, stage, seed=0, outputs=None, fresh=True, progress=measure.silent)
     assert (entry.fast_products, entry.notes) == (wanted, ["a", *["fast float32 products"] * wanted])
     models = [one.model for one in opened.values()]
-    assert given == [(models, wanted), (models, wanted)]
+    assert tasks == [(models, wanted), (models, wanted)]
     fast = fingerprint(identity(opened["local"]), computed_by(torch.device("cpu"), fast_products=wanted))
     assert subjects[0]["local"].identity == fast
 
 
-def test_texts_and_recordings_are_those_of_the_task(opened, folders, tmp_path, monkeypatch):
+def test_inputs_are_texts_and_recordings_of_the_task(opened, folders, tmp_path, monkeypatch):
     texts = EvaluateStage(task="glue/sst2", data=str(folders[2]), split="dev", limit=2)
     asked, _ = timed(opened, BenchStage(lengths=[8]), monkeypatch, texts)
     rows = asked.make_inputs(1, 32)["input_ids"][0].tolist()
@@ -353,7 +353,7 @@ def test_texts_and_recordings_are_those_of_the_task(opened, folders, tmp_path, m
         assert model(heard).logits.shape[1] == 40
 
 
-def test_images_are_those_of_the_task_in_the_dtype_of_the_model(tmp_path, monkeypatch):
+def test_inputs_are_images_of_the_task_in_the_dtype_of_the_model(tmp_path, monkeypatch):
     model = tiny("ViTForImageClassification").bfloat16()
     size = model.config.image_size
     reader = transformers.ViTImageProcessor(size={"height": size, "width": size})
@@ -368,7 +368,7 @@ def test_images_are_those_of_the_task_in_the_dtype_of_the_model(tmp_path, monkey
     assert not torch.equal(seen[0], seen[1])
 
 
-def test_a_record_holds_what_was_measured(opened):
+def test_a_record_holds_the_measurements(opened):
     stage = BenchStage(lengths=[8, 16], inputs="synthetic", rounds=3, seconds=0)
     rows = list(measure.measure_speed(opened, stage, None, seed=0, progress=measure.silent))
     trainings = [part_of(Trained, name="local", before=0.5)]

@@ -43,12 +43,12 @@ def test_a_converted_folder_is_compared_with_its_own_weights_under_exact_attenti
     made = opened(converted)
     assert list(made) == [BASE, "converted"]
     assert [one.source.converted for one in made.values()] == [False, True]
-    exact, own = (logits(one.model) for one in made.values())
+    exact, other = (logits(one.model) for one in made.values())
     torch.testing.assert_close(exact, logits(checkpoint.load(base).model), rtol=0, atol=1e-6)
-    assert not torch.allclose(exact, own, rtol=0, atol=1e-6)
+    assert not torch.allclose(exact, other, rtol=0, atol=1e-6)
 
 
-def test_what_is_named_is_the_base_whatever_the_model_could_be(folders):
+def test_a_named_base_is_used_for_any_model(folders):
     base, converted = folders
     made = opened(converted, base)
     assert [one.source.name for one in made.values()] == [base, converted]
@@ -76,7 +76,7 @@ def test_a_loaded_model_is_not_changed_by_its_comparison():
     assert list(opened(model, reads=False)) == list(made)
 
 
-def test_both_models_are_opened_as_asked(folders, monkeypatch):
+def test_opens_both_models_with_the_same_options(folders, monkeypatch):
     asked, original = [], measure.open_all
 
     def note(names: dict[str, str], device: str, dtype: str, **more: Any) -> Any:
@@ -106,7 +106,7 @@ def test_both_models_are_opened_as_asked(folders, monkeypatch):
     ],
     ids=str,
 )
-def test_a_model_is_called_as_its_folder_or_class_unless_a_role_is(model, label):
+def test_labels_a_model_by_its_folder_or_class(model, label):
     assert label_of(model) == label
 
 

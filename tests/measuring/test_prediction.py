@@ -19,9 +19,9 @@ from zoo import tiny
 SIZES = {"vocab_size": len(WORDS)}
 
 
-def predicted(model: Any, given: str, reader: Any, **more: Any) -> Any:
-    (one,) = api.predict(model, [given], processor=reader, **more).inputs
-    assert one.input == given
+def predicted(model: Any, text: str, reader: Any, **more: Any) -> Any:
+    (one,) = api.predict(model, [text], processor=reader, **more).inputs
+    assert one.input == text
     return one.predictions[BASE]
 
 

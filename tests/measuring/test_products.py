@@ -26,7 +26,7 @@ def state() -> str:
     return products._switch()
 
 
-def test_it_is_thrown_inside_and_restored_after_errors_too(helps):
+def test_sets_the_switch_inside_and_restores_it_after_errors(helps):
     assert state() == "none"
     with approx.fast_products(), fast_products():
         assert state() == "bf16"
@@ -37,7 +37,7 @@ def test_it_is_thrown_inside_and_restored_after_errors_too(helps):
         assert state() == "none"
 
 
-def test_what_somebody_has_set_is_restored(helps):
+def test_restores_the_users_setting(helps):
     products._switch("ieee")
     try:
         with fast_products(), fast_products():
@@ -47,7 +47,7 @@ def test_what_somebody_has_set_is_restored(helps):
         products._switch("none")
 
 
-def test_of_several_threads_the_last_one_restores_it(helps):
+def test_the_last_of_several_threads_restores_the_setting(helps):
     inside, leave = threading.Event(), threading.Event()
 
     def hold():
@@ -65,7 +65,7 @@ def test_of_several_threads_the_last_one_restores_it(helps):
     assert state() == "none"
 
 
-def test_products_within_it_are_those_of_float32_or_it_is_refused():
+def test_fast_products_have_float32_precision_or_are_refused():
     x, weight = torch.randn(64, 300), torch.randn(300, 200)
     exact = x.double() @ weight.double()
     if why := obstacle():
@@ -87,7 +87,7 @@ def test_products_within_it_are_those_of_float32_or_it_is_refused():
     ],
     ids=["AVX2", "no oneDNN", "tiles for bfloat16"],
 )
-def test_where_it_cannot_help_it_says_why_and_what_to_do(monkeypatch, change, words):
+def test_says_why_fast_products_cannot_help_and_the_remedy(monkeypatch, change, words):
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX512")
     monkeypatch.setattr(products, "_error_within", lambda: 3e-7)
@@ -114,7 +114,7 @@ def test_a_gpu_and_16_bits_are_refused_for_every_model_that_is_compared(helps, m
         assert state() == "bf16"
 
 
-def test_what_it_gains_is_measured_and_told():
+def test_measures_and_shows_the_gain():
     before = torch.random.get_rng_state()
     finding = products.measure()
     assert torch.equal(torch.random.get_rng_state(), before)
@@ -127,7 +127,7 @@ def test_what_it_gains_is_measured_and_told():
 
 
 @pytest.mark.parametrize("others", [False, True])
-def test_a_gain_that_was_measured_beside_other_programs_is_marked(helps, monkeypatch, others):
+def test_marks_a_gain_measured_next_to_other_programs(helps, monkeypatch, others):
     monkeypatch.setattr(products, "crowded", lambda: others)
     monkeypatch.setattr(products, "_ROWS", (8, 16))
     finding = products.measure()
@@ -138,13 +138,13 @@ def test_a_gain_that_was_measured_beside_other_programs_is_marked(helps, monkeyp
     )
 
 
-def test_outputs_that_are_kept_tell_whether_it_was_thrown():
+def test_stored_outputs_depend_on_the_switch():
     cpu = torch.device("cpu")
     assert computed_by(cpu) == computed_by(cpu, fast_products=False)
     assert computed_by(cpu, fast_products=True) != computed_by(cpu)
 
 
-def test_a_recipe_that_asks_for_it_in_vain_is_refused_before_any_work():
+def test_refuses_a_recipe_with_useless_fast_products_before_any_work():
     stage = BenchStage(lengths=[8], inputs="synthetic", fast_products=True)
     asked = Recipe(title="a title", checkpoint="", variants={}, bench=[stage], device="cpu", dtype="bfloat16")
     with pytest.raises(ApproxError, match="the dtype is bfloat16"):

@@ -54,13 +54,13 @@ def equal(one, other):
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-@pytest.mark.parametrize(("frozen", "own"), [(False, 0), (True, 3)])
-def test_another_draw_is_known_by_its_seed_and_gone_afterwards(converted, frozen, own):
-    opened = converted("clustered", clusters=2, bits=8, frozen=frozen, seed=own)
+@pytest.mark.parametrize(("frozen", "seed_before"), [(False, 0), (True, 3)])
+def test_another_draw_has_its_seed_and_is_undone_afterwards(converted, frozen, seed_before):
+    opened = converted("clustered", clusters=2, bits=8, frozen=frozen, seed=seed_before)
     before, drawing = state(opened), mechanisms(opened.model)
     mechanism: Any = drawing[0]
     seed, seen = mechanism.seed, []
-    assert seed == own
+    assert seed == seed_before
     for identity in (None, "known"):
         again = reseeding(opened, subject(opened, identity))
         assert again is not None
@@ -97,7 +97,7 @@ def test_an_error_inside_leaves_the_draw_of_the_checkpoint(converted):
     assert equal(state(opened), before)
 
 
-def test_what_draws_nothing_has_no_other_draws(converted):
+def test_deterministic_mechanisms_have_no_other_draws(converted):
     opened = converted("local", left=1, right=1)
     assert reseeding(opened, subject(opened)) is None
 
@@ -108,7 +108,7 @@ def test_a_stock_checkpoint_has_no_other_draws(base):
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_only_what_was_fitted_to_a_text_of_somebodys_own_cannot_be_drawn_again(converted, frozen):
+def test_refuses_to_redraw_mechanisms_fitted_to_a_users_text(converted, frozen):
     opened = converted("clustered", clusters=2, bits=8, frozen=frozen)
     opened.model.config.approx["history"][0]["calibration"] = {"name": "mine.txt", "sha256": "ab"}
     if not frozen:

@@ -25,23 +25,23 @@ def generated(model, *prompts, **more):
     return api.generate(model, list(prompts), processor=words(), **more).prompts
 
 
-def test_texts_are_those_of_generate_and_part_at_the_first_token_that_differs():
+def test_texts_equal_generate_and_name_the_first_difference():
     model = tiny_gpt2(mechanism="linear")
     (one,) = generated(model, "the film is", max_new_tokens=8)
-    exact, own = one.continuations.values()
+    exact, other = one.continuations.values()
     assert list(one.continuations) == [BASE, type(model).__name__]
     assert one.tokens == 3
     ids = torch.tensor([words()("the film is")["input_ids"]])
-    assert own.tokens == model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0, 3:].tolist()
+    assert other.tokens == model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0, 3:].tolist()
     base = tiny_gpt2().generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0, 3:].tolist()
-    assert exact.tokens == base != own.tokens
+    assert exact.tokens == base != other.tokens
     place = one.differences[type(model).__name__]
-    first = next(number for number, pair in enumerate(zip(base, own.tokens, strict=True)) if pair[0] != pair[1])
-    assert place == Parting(first + 1, WORDS[base[first]], WORDS[own.tokens[first]])
-    assert own.text == " ".join(WORDS[token] for token in own.tokens)
+    first = next(number for number, pair in enumerate(zip(base, other.tokens, strict=True)) if pair[0] != pair[1])
+    assert place == Parting(first + 1, WORDS[base[first]], WORDS[other.tokens[first]])
+    assert other.text == " ".join(WORDS[token] for token in other.tokens)
     # The last token was never read.
     assert exact.cache_mb == 3 * 2 * (3 + 7) * 32 * 4 / 1e6
-    assert all(min(entry.first_token_ms, entry.tokens_per_second or 0) > 0 for entry in (exact, own))
+    assert all(min(entry.first_token_ms, entry.tokens_per_second or 0) > 0 for entry in (exact, other))
 
 
 def test_at_the_exact_limit_no_token_differs():
@@ -52,7 +52,7 @@ def test_at_the_exact_limit_no_token_differs():
     assert [entry.tokens_per_second for entry in one.continuations.values()] == [None, None]
 
 
-def test_a_stock_model_speaks_alone_and_draws_repeat_with_their_seed():
+def test_a_stock_model_has_no_comparison_and_samples_repeat_with_their_seed():
     model, how = tiny_gpt2(), {"sample": True, "temperature": 2.0, "max_new_tokens": 12}
     drawn = [generated(model, "the film", seed=seed, **how)[0] for seed in (1, 1, 2)]
     assert [list(one.continuations) for one in drawn] == [[BASE]] * 3
@@ -76,9 +76,9 @@ def test_prompts_that_do_not_fit_are_refused(prompt, asked, message):
 
 def test_only_decoders_generate_and_only_heads_predict():
     for call, model in ((api.generate, tiny_model(2)), (api.predict, tiny_gpt2())):
-        with pytest.raises(ApproxError, match=r"approx (predict|generate)") as told:
+        with pytest.raises(ApproxError, match=r"approx (predict|generate)") as caught:
             call(model, ["the film"], processor=tiny_tokenizer())
-        assert told.value.exit_code == Exit.UNSUPPORTED
+        assert caught.value.exit_code == Exit.UNSUPPORTED
 
 
 def predicted(model, given, processor=None, **more):
@@ -96,11 +96,11 @@ def test_labels_have_the_probabilities_of_the_logits():
     kind, said = predicted(model, "the film is good")
     with torch.no_grad():
         logits = model(**tiny_tokenizer()("the film is good", return_tensors="pt")).logits[0]
-    own = said[type(model).__name__]
+    expected = said[type(model).__name__]
     assert kind == "labels"
-    assert own == pytest.approx(dict(zip(LABELS, logits.softmax(-1).tolist(), strict=True)))
-    assert said[BASE].keys() == own.keys()
-    assert said[BASE] != own
+    assert expected == pytest.approx(dict(zip(LABELS, logits.softmax(-1).tolist(), strict=True)))
+    assert said[BASE].keys() == expected.keys()
+    assert said[BASE] != expected
     # A regression has a value, which no sigmoid may touch.
     model = tiny_model(1)
     _, said = predicted(model, "the film is good")
@@ -109,17 +109,17 @@ def test_labels_have_the_probabilities_of_the_logits():
     assert said[BASE] == {"LABEL_0": pytest.approx(value)}
 
 
-def test_a_text_file_is_read_and_what_does_not_fit_is_refused(tmp_path):
+def test_reads_a_text_file_and_refuses_unsuitable_inputs(tmp_path):
     (tmp_path / "text.txt").write_text("the film is good", encoding="utf-8")
     model = tiny_model(2, LABELS)
     assert predicted(model, str(tmp_path / "text.txt")) == predicted(model, "the film is good")
-    for given, message in (
+    for text, message in (
         ("good " * 40, "42 tokens, the limit is 32 .*--max-length 42"),
         (" ", "its text is empty"),
         (str(tmp_path / "none.txt"), "none.txt cannot be read: No such file"),
     ):
         with pytest.raises(ApproxError, match=message):
-            predicted(model, given)
+            predicted(model, text)
     with pytest.raises(ApproxError, match="takes no --question"):
         predicted(model, "good", question="what?")
 

@@ -60,7 +60,7 @@ def test_layers_are_in_the_order_of_the_model_however_their_paths_sort():
     assert all(layer.to_data().get("heads") is None for layer in layers)
 
 
-def test_what_was_not_converted_has_nothing_to_verify():
+def test_an_unconverted_model_has_nothing_to_verify():
     made = variant_of("stock", in_memory(tiny("BertForSequenceClassification"), None, reads=False))
     assert (made.verified, made.receipt, made.layers) == (True, None, [])
 

@@ -107,7 +107,7 @@ def test_training_a_converted_model_with_its_penalty_shortens_every_span(archite
     assert not hasattr(model, "attention_penalty")
 
 
-def test_models_whose_mechanisms_want_nothing_have_no_penalty():
+def test_models_without_learned_spans_have_no_penalty():
     model = tiny("BertModel")
     surgery.convert(model, Plan((Rule("local", "all", {}),)))
     assert model.attention_penalty().item() == 0
@@ -148,11 +148,11 @@ def test_calibrated_spans_are_the_shortest_that_keep_the_mass_and_far_looking_he
     allowed = (away >= 0) | (not causal)
     weights = q[0, :, :110, :110].masked_fill(~allowed, -1e30).softmax(-1)
 
-    def kept(span):
+    def retained(span):
         return (weights * ((ramp + span - away.abs()) / ramp).clamp(0, 1)).sum(-1).mean(-1)
 
     # Over half of the longest distance counts as far.
-    shortest = [next((z for z in range(60) if kept(z)[head] >= keep - 1e-6), 300) for head in range(4)]
+    shortest = [next((z for z in range(60) if retained(z)[head] >= keep - 1e-6), 300) for head in range(4)]
     assert mechanism.spans.tolist() == pytest.approx(shortest)
     if keep == 1.0:
         assert shortest == [0, 5, 24, 300]
@@ -173,7 +173,7 @@ def test_shape_of_the_state_follows_from_the_settings_and_carries_the_calibratio
     assert {name: x.shape for name, x in fresh.state_dict().items()} == {"fraction": (3,)}
 
 
-def test_spans_are_read_once_from_an_accelerator_and_anew_after_every_change(monkeypatch):
+def test_spans_are_read_once_from_an_accelerator_and_again_after_every_change(monkeypatch):
     monkeypatch.setattr(AdaptiveSpanAttention, "_reads_at_once", lambda self: False)
     mechanism = make(max_span=100).eval()
     reads = []

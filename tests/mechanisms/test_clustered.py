@@ -61,7 +61,7 @@ def test_default_clusters_follow_the_real_length_of_each_sample(kind):
 
 
 @both
-def test_a_short_sample_is_exact_beside_a_long_one(kind):
+def test_a_short_sample_is_exact_next_to_a_long_one(kind):
     q, k, v = torch.randn(3, 2, 2, 60, 8).unbind()
     mask = torch.arange(60)[None] < torch.tensor([[60], [9]])
     exact = FullAttention(2, 8, causal=False, scale=0.35)(q, k, v, mask)

@@ -178,9 +178,9 @@ def test_activations_that_are_checkpointed_give_the_same_gradients(name, causal)
     shape = {"batch": 2, "heads": 2, "length": 40, "size": 16, "values": 16, "seed": 3}
     inputs = [x.requires_grad_() for x in draw(**shape)]
     mechanism = make(name, causal, heads=2, size=16)
-    kept = torch.autograd.grad(mechanism(*inputs).sum(), inputs)
+    expected = torch.autograd.grad(mechanism(*inputs).sum(), inputs)
     again = torch.autograd.grad(checkpoint(mechanism, *inputs, use_reentrant=False).sum(), inputs)
-    torch.testing.assert_close(again, kept)
+    torch.testing.assert_close(again, expected)
 
 
 @pytest.mark.parametrize(("name", "causal"), LEARNED)
@@ -341,12 +341,12 @@ def test_dropout_is_unbiased_and_only_there_when_asked_for(name, causal):
     shape = {"batch": 1, "heads": 1, "length": 7, "size": 4, "values": 3, "seed": 11}
     q, k, v = draw(**shape)
     mechanism = make(name, causal, heads=1, size=4)
-    kept = mechanism(q, k, v)
+    before = mechanism(q, k, v)
     torch.manual_seed(0)
     dropped = mechanism(*(x.expand(samples, -1, -1, -1) for x in (q, k, v)), dropout=0.25)
     assert not torch.equal(dropped[0], dropped[1])
     spread = dropped.std(0) / samples**0.5
-    assert ((dropped.mean(0) - kept[0]).abs() <= 5 * spread + 1e-6).all()
+    assert ((dropped.mean(0) - before[0]).abs() <= 5 * spread + 1e-6).all()
 
 
 @over_forms

@@ -124,7 +124,7 @@ def test_attention_costs_two_products_for_each_pair_of_tokens(name, causal, sett
 
 
 @pytest.mark.parametrize(("name", "causal", "settings", "numbers"), NUMBERS)
-def test_memory_is_what_lies_beside_the_inputs_at_once(name, causal, settings, numbers):
+def test_memory_is_the_peak_of_temporaries(name, causal, settings, numbers):
     assert make(name, causal, settings).memory(LENGTH) == 4 * numbers
 
 

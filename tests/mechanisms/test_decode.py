@@ -28,7 +28,7 @@ def decoded(mechanism, tensors, mask, cuts):
 @given(shape=shapes, cuts=st.lists(st.integers(1, 66), max_size=4), one_by_one=st.booleans(), grad=st.booleans())
 @few
 @pytest.mark.sample(8)
-def test_pieces_give_what_the_whole_gives(name, kind, shape, cuts, one_by_one, grad):
+def test_pieces_equal_the_whole_sequence(name, kind, shape, cuts, one_by_one, grad):
     length = shape["length"]
     mechanism = make(name, True, heads=shape["heads"], size=shape["size"])
     q, k, v = draw(**shape)
@@ -45,7 +45,7 @@ def test_pieces_give_what_the_whole_gives(name, kind, shape, cuts, one_by_one, g
 @pytest.mark.parametrize("name", BOUNDED)
 @given(shape=shapes, new=st.integers(1, 66))
 @few
-def test_a_state_starts_from_keys_whose_queries_are_gone(name, shape, new):
+def test_a_state_starts_from_keys_without_their_queries(name, shape, new):
     length = shape["length"]
     last = slice(length - 1 - (new - 1) % length, length)
     mechanism = make(name, True, heads=shape["heads"], size=shape["size"])
@@ -65,14 +65,14 @@ def test_the_state_does_not_grow(name, kind):
     mask = None if kind == "none" else draw_mask(kind, **shape)
     with torch.no_grad():
         _, states = decoded(mechanism, draw(**shape), mask, (30, *range(31, 91)))
-    kept = [sum(x.untyped_storage().nbytes() for x in state.values()) for state in states]
-    assert kept[-1] == kept[-50]
+    bytes_held = [sum(x.untyped_storage().nbytes() for x in state.values()) for state in states]
+    assert bytes_held[-1] == bytes_held[-50]
     # A view must not keep a long prompt alive either.
-    assert kept[0] <= kept[-1]
+    assert bytes_held[0] <= bytes_held[-1]
 
 
 @pytest.mark.parametrize("name", BOUNDED)
-def test_samples_of_a_state_are_chosen_at_will(name):
+def test_samples_of_a_state_can_be_selected(name):
     shape = {"batch": 3, "heads": 2, "length": 20, "size": 8, "values": 8, "seed": 2}
     mechanism = make(name, True, heads=2, size=8)
     mask, choice, later = draw_mask("left", **shape), [2, 0, 0, 1], [0, 1, 2, 2]

@@ -81,8 +81,8 @@ def test_a_state_of_shared_keys_gives_what_the_whole_gives(name, groups, masked,
     with torch.no_grad(), implementation(impl):
         for begin, end in ((0, 11), (11, 12), (12, 19), *((at, at + 1) for at in range(19, SHAPE["length"]))):
             part = slice(begin, end)
-            given = mask[:, part] if masked else None
-            out, state = mechanism.decode(q[:, :, part], k[:, :, part], v[:, :, part], given, state)
+            key_mask = mask[:, part] if masked else None
+            out, state = mechanism.decode(q[:, :, part], k[:, :, part], v[:, :, part], key_mask, state)
             outputs.append(out)
         whole = mechanism(q, *repeated(k, v), mask if masked else None)
     torch.testing.assert_close(torch.cat(outputs, 2).transpose(1, 2)[mask], whole.transpose(1, 2)[mask], **CLOSE)
@@ -122,9 +122,11 @@ def test_one_query_makes_nothing_as_large_as_repeated_keys(name, impl):
 
 @pytest.mark.parametrize("heads", [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 1, 2], [3]], [[3, 0], [2, 1]]], ids=str)
 @pytest.mark.parametrize("groups", GROUPS)
-def test_groups_of_heads_read_the_keys_that_are_theirs(heads, groups):
+def test_groups_of_heads_read_their_own_keys(heads, groups):
     parts = [("local", heads[0]), ("linear", heads[1])]
-    mechanism = HeadGroups([(own, make(name, True, heads=len(own), size=SHAPE["size"])) for name, own in parts])
+    mechanism = HeadGroups(
+        [(members, make(name, True, heads=len(members), size=SHAPE["size"])) for name, members in parts]
+    )
     q, k, v = grouped(groups)
     whole, weights = with_gradients(mechanism, None, q, *repeated(k, v))
     out, gradients = with_gradients(mechanism, None, q, k, v)

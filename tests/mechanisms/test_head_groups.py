@@ -29,18 +29,18 @@ def two(first, second, causal=True):
         ("strided", "linear", "cache"),
     ],
 )
-def test_they_decode_from_what_all_of_them_can_read(first, second, state):
+def test_groups_decode_from_a_cache_that_all_can_read(first, second, state):
     assert two(first, second).decode_state == two(second, first).decode_state == state
     assert two(first, second).supports_decode
 
 
-def test_they_are_sparse_and_decode_as_their_mechanisms_do():
+def test_groups_are_sparse_and_decode_as_their_mechanisms():
     assert two("linear", "local").sparse
     assert not two("linear", "full").sparse
     assert not two("full", "ltr", causal=False).supports_decode
 
 
-def test_they_cost_the_sum_of_the_groups_and_hold_the_largest_and_the_outputs():
+def test_operations_add_up_and_memory_is_that_of_the_largest_group():
     small, large = one("local", 1), one("full", 2)
     both = HeadGroups([([1], small), ([0, 2], large)])
     assert both.flops(LENGTH) == small.flops(LENGTH) + large.flops(LENGTH)
@@ -51,7 +51,7 @@ def test_they_cost_the_sum_of_the_groups_and_hold_the_largest_and_the_outputs():
 
 @pytest.mark.parametrize("order", [([0, 1], [2]), ([0, 2], [1]), ([2, 0], [1])], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
-def test_each_head_gets_what_its_own_mechanism_gives(order, causal):
+def test_each_head_has_the_output_of_its_mechanism(order, causal):
     first, second = one("local", 2, causal), one("linear", 1, causal)
     groups = HeadGroups([(order[0], first), (order[1], second)])
     q, k, v = torch.randn(3, 2, 3, LENGTH, SIZE).unbind()

@@ -15,8 +15,8 @@ def dense_formula(q, k, v, groups, *, clusters, topk, scale):
     shared = (scale * means @ k.T).softmax(-1)
     top = torch.zeros_like(shared, dtype=torch.bool).scatter(1, shared.topk(topk).indices, True)
     mass = (shared * top).sum(1, keepdim=True)
-    own = (scale * q @ k.T).masked_fill(~top[groups], float("-inf")).softmax(-1)
-    return mass[groups] * (own @ v) + (shared * ~top)[groups] @ v
+    exact = (scale * q @ k.T).masked_fill(~top[groups], float("-inf")).softmax(-1)
+    return mass[groups] * (exact @ v) + (shared * ~top)[groups] @ v
 
 
 @pytest.mark.parametrize(("queries", "keys", "clusters", "topk"), [(60, 60, 7, 5), (90, 41, 3, 40), (33, 70, 30, 1)])
@@ -73,8 +73,8 @@ def causal_formula(q, k, v, centroids, selectors, *, chunk, topk, scale):
         far = scale * k[:start] @ centroid
         top = far.topk(min(topk, start)).indices
         rest = torch.tensor([j for j in range(start) if j not in top], dtype=torch.int64)
-        own = torch.cat([top, torch.arange(start, position + 1)])
-        weights, values = (scale * k[own] @ query).exp(), v[own]
+        chosen = torch.cat([top, torch.arange(start, position + 1)])
+        weights, values = (scale * k[chosen] @ query).exp(), v[chosen]
         if rest.numel():
             share = far[rest].softmax(0)
             mass = (far[rest].logsumexp(0) + scale * (query - centroid) @ (share @ k[rest])).exp()
@@ -102,7 +102,7 @@ def test_the_causal_form_is_its_formula_forward_and_backward(kind, topk, queries
 
 
 @pytest.mark.parametrize("kind", [ClusteredAttention, ImprovedClusteredAttention])
-def test_tokens_decoded_one_by_one_get_what_the_whole_gets(kind):
+def test_tokens_decoded_one_by_one_equal_the_whole_sequence(kind):
     q, k, v = torch.randn(3, 1, 2, 150, 8).unbind()
     mechanism = kind(2, 8, causal=True, scale=0.35, clusters=12, chunk=40)
     mechanism.calibrate(*torch.randn(3, 1, 2, 200, 8))

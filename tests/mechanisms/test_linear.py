@@ -108,12 +108,12 @@ def test_gradients_of_what_is_learned_are_right(causal, feature_map):
     assert torch.autograd.gradcheck(attend, drawn)
 
 
-def test_it_says_that_fine_tuning_has_to_follow_unless_a_window_is_left():
+def test_warns_of_necessary_fine_tuning_without_a_window():
     assert "until it is fine-tuned" in (make(causal=False).warning or "")
     assert make(causal=False, window=4).warning is None
 
 
-def test_heads_learn_apart():
+def test_heads_learn_separately():
     q, k, v = torch.randn(3, 1, 2, 30, 8).unbind()
     mechanism = make(causal=False, feature_map="hedgehog", window=4)
     for gradient in torch.autograd.grad(mechanism(q, k, v)[:, 1].sum(), list(mechanism.parameters())):

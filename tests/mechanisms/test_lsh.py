@@ -70,9 +70,9 @@ def test_every_token_of_the_causal_form_sees_itself():
 
 def test_the_shared_variant_sees_itself_only_where_it_sees_nothing_else():
     q, k, _ = drawn(40)
-    own = make(causal=True, cluster=4, variant="shared").weights(q, k).diagonal(dim1=-2, dim2=-1)
-    assert own[..., 0].eq(1).all()
-    assert set(own.unique().tolist()) <= {0.0, 1.0}
+    diagonal = make(causal=True, cluster=4, variant="shared").weights(q, k).diagonal(dim1=-2, dim2=-1)
+    assert diagonal[..., 0].eq(1).all()
+    assert set(diagonal.unique().tolist()) <= {0.0, 1.0}
     assert make(cluster=4, variant="shared").weights(q, k).diagonal(dim1=-2, dim2=-1).eq(0).all()
 
 
@@ -96,7 +96,7 @@ def test_the_shared_variant_generates_without_a_cache_and_refuses_one():
 
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 @pytest.mark.parametrize("variant", ["asymmetric", "shared"])
-def test_redraw_is_explicit_and_a_checkpoint_keeps_what_was_drawn(variant, causal):
+def test_redraw_is_explicit_and_a_checkpoint_keeps_the_draw(variant, causal):
     q, k, v = drawn(60)
     mechanism, other = (make(causal=causal, variant=variant, cluster=4, seed=seed) for seed in (0, 1))
     first = mechanism(q, k, v)
@@ -135,7 +135,7 @@ def test_pairs_that_count_once_err_less():
 
 
 @pytest.mark.parametrize("dedup", [False, True])
-def test_a_layer_converted_before_there_was_a_choice_of_buckets_is_what_it_was(dedup):
+def test_a_layer_of_an_earlier_version_keeps_its_buckets(dedup):
     site = {"heads": 2, "head_dim": SIZE, "causal": False, "scale": SIZE**-0.5, "mechanism": "lsh"}
     stated = {"variant": "shared", "rounds": 2, "cluster": 8, "seed": 3, "dedup": dedup}
     old, tensors = build({**site, "settings": stated}), drawn(200)

@@ -163,10 +163,10 @@ def test_a_wrong_setting_is_named_with_its_value_and_what_is_allowed(name, setti
 
 
 @pytest.mark.parametrize("place", ["heads", "head_dim", "scale"])
-def test_what_the_model_passes_is_checked_too(place):
-    given = {"heads": 2, "head_dim": 8, "scale": 0.5} | {place: 0}
+def test_arguments_of_the_model_are_checked_too(place):
+    arguments = {"heads": 2, "head_dim": 8, "scale": 0.5} | {place: 0}
     with pytest.raises(ApproxError, match=f"'{place}' is 0"):
-        FullAttention(**given, causal=False)
+        FullAttention(**arguments, causal=False)
 
 
 @pytest.mark.parametrize("name", [name for name, each in MECHANISMS.items() if not each.supports_causal])
@@ -184,7 +184,7 @@ def test_a_missing_bidirectional_form_is_refused(name):
 
 
 @pytest.mark.parametrize("name", MECHANISMS)
-def test_every_mechanism_says_what_it_is(name):
+def test_every_mechanism_declares_its_facts(name):
     mechanism = MECHANISMS[name]
     assert "arXiv" in mechanism.source
     assert mechanism.exact_when.endswith(".")
@@ -216,6 +216,6 @@ def test_costs_grow_with_length_and_only_exact_ones_quadruple(name):
     assert 0 < mechanism.memory(8192) < mechanism.memory(16384)
 
 
-def test_settings_show_when_a_model_is_printed():
+def test_printing_a_model_shows_settings():
     mechanism = LocalAttention(2, 8, causal=True, scale=0.5, left=7)
     assert "left=7" in repr(torch.nn.Sequential(mechanism))

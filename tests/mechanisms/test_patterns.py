@@ -115,7 +115,7 @@ def test_positions_count_the_real_tokens_of_each_sample(name, settings, causal):
 
 
 @pytest.mark.parametrize(("name", "settings", "causal"), [form for form in FORMS if form.values[2]])
-def test_tokens_one_after_another_see_what_all_at_once_see(name, settings, causal):
+def test_tokens_one_by_one_see_the_same_keys(name, settings, causal):
     q, k, v = torch.randn(3, 2, HEADS, 70, 8, dtype=torch.float64).unbind()
     mechanism = make(name, settings, causal)
     mask = torch.arange(70) >= torch.tensor([[0], [23]])
@@ -137,7 +137,7 @@ def test_one_step_and_heads_in_turn_exclude_each_other(name):
     ("name", "both", "count"),
     [("strided", {}, 2), ("fixed", {}, 2), ("ltr", {}, 2), ("rtl", {"both_directions": True}, 4)],
 )
-def test_interleaved_layers_take_the_steps_in_turn_and_keep_a_step_that_is_given(name, both, count):
+def test_interleaved_layers_take_turns_and_keep_an_explicit_step(name, both, count):
     kind = KINDS[name]
     asked = {**kind.defaults(), **both, "mode": "interleave"}
     turns = [kind.for_layer(asked, rank) for rank in range(5)]
@@ -154,8 +154,8 @@ def test_an_alternating_shift_is_half_a_block_in_every_other_layer():
     assert [turn["shift"] for turn in turns] == [0, 3, 0, 3]
     assert BlockAttention.for_layer({"shift": "alternate"}, 1)["shift"] == 64
     assert make("block", asked, True).settings == asked
-    given = asked | {"shift": 2}
-    assert BlockAttention.for_layer(given, 1) == given
+    settings = asked | {"shift": 2}
+    assert BlockAttention.for_layer(settings, 1) == settings
 
 
 @pytest.mark.parametrize("name", ["ltr", "rtl"])
@@ -170,7 +170,7 @@ def test_two_interleaved_layers_reach_everything_only_with_the_first_step_below(
     assert round(((lower.float() @ upper.float()) > 0).float().mean().item(), 3) == 0.047
 
 
-def test_random_blocks_are_drawn_again_only_when_asked_for():
+def test_random_blocks_are_redrawn_only_on_request():
     q, k, v = torch.randn(3, 1, HEADS, 90, 8).unbind()
     mechanism = make("bigbird", {"block": 3, "random": 2}, False)
     first = mechanism(q, k, v)

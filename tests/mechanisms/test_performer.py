@@ -84,7 +84,7 @@ def test_recurrent_chunked_and_parallel_are_the_same(length):
     torch.testing.assert_close(chunked, torch.cat(parallel, 2), atol=1e-5, rtol=1e-5)
 
 
-def test_redraw_is_explicit_and_a_checkpoint_keeps_what_was_drawn():
+def test_redraw_is_explicit_and_a_checkpoint_keeps_the_draw():
     q, k, v = drawn(4.0)
     mechanism, other = make(features=64), make(features=64, seed=1)
     first = mechanism(q, k, v)
@@ -97,30 +97,30 @@ def test_redraw_is_explicit_and_a_checkpoint_keeps_what_was_drawn():
     assert torch.equal(again(q, k, v), mechanism(q, k, v))
 
 
-def test_training_draws_anew_every_so_many_steps_and_two_processes_agree():
+def test_training_redraws_at_its_interval_and_two_processes_agree():
     q, k, v = drawn(4.0)
     first, twin, resumed = (make(features=64, redraw_every=3, seed=2**63 - 1) for _ in range(3))
-    begun, kept, changed = first.projection.clone(), first.projection.clone(), []
+    begun, original, changed = first.projection.clone(), first.projection.clone(), []
     for step in range(1, 8):
         for mechanism in (first, twin):
             mechanism.after_step(step)
-        if not torch.equal(first.projection, kept):
-            kept = first.projection.clone()
+        if not torch.equal(first.projection, original):
+            original = first.projection.clone()
             changed.append(step)
         assert torch.equal(first(q, k, v), twin(q, k, v))
     assert changed == [3, 6]
-    assert not torch.equal(kept, begun)
+    assert not torch.equal(original, begun)
     assert first.settings == twin.settings == make(features=64, redraw_every=3, seed=2**63 - 1).settings
     # Resuming after step 5 draws at step 6 what an uninterrupted run would.
     resumed.after_step(6)
-    assert torch.equal(resumed.projection, kept)
+    assert torch.equal(resumed.projection, original)
     still = make(features=64)
     before = still.projection.clone()
     still.after_step(3)
     assert torch.equal(still.projection, before)
 
 
-def test_a_converted_model_tells_its_mechanisms_of_each_step():
+def test_a_converted_model_notifies_its_mechanisms_of_each_step():
     model = tiny("BertModel")
     surgery.convert(model, Plan.of("performer", layers="0,2", features=8, redraw_every=2))
     rows = [x for name, x in model.named_buffers() if name.endswith("projection")]
@@ -132,7 +132,7 @@ def test_a_converted_model_tells_its_mechanisms_of_each_step():
 
 
 @pytest.mark.parametrize("kernel", ["softmax", "relu"])
-def test_it_says_that_fine_tuning_has_to_follow(kernel):
+def test_warns_of_necessary_fine_tuning(kernel):
     assert "until it is fine-tuned" in (make(kernel=kernel).warning or "")
 
 
@@ -161,7 +161,7 @@ def error(mechanism, q, k, v):
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
-def test_what_is_fitted_to_one_text_errs_less_on_another(causal):
+def test_fitting_to_one_text_lowers_the_error_on_another(causal):
     fitted, text = {}, real_like(seed=1)
     for name, settings in {
         "plain": {},
@@ -221,7 +221,7 @@ def test_padding_is_not_fitted_to():
     assert all(torch.equal(x, before[name]) for name, x in first.state_dict().items())
 
 
-def test_a_converted_model_is_fitted_where_inputs_are_given_and_plain_where_not():
+def test_a_converted_model_is_fitted_only_with_a_calibration_batch():
     inputs = {"input_ids": torch.arange(40)[None]}
     plan = Plan.of("performer", features=8)
     fitted, plain = tiny("BertModel"), tiny("BertModel")
@@ -234,7 +234,7 @@ def test_a_converted_model_is_fitted_where_inputs_are_given_and_plain_where_not(
         assert not torch.equal(fitted.state_dict()[name], x)
 
 
-def test_a_layer_converted_before_there_were_estimators_is_what_it_was():
+def test_a_layer_of_an_earlier_version_keeps_its_features():
     site = {"heads": 2, "head_dim": SIZE, "causal": False, "scale": SIZE**-0.5, "mechanism": "performer"}
     stated = {"features": 64, "orthogonal": True, "kernel": "softmax", "seed": 3, "redraw_every": 0}
     old, q_k_v = build({**site, "settings": stated}), drawn(4.0)

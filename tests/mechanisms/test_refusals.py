@@ -24,7 +24,7 @@ def test_the_defaults_are_refused_only_in_a_form_that_is_missing(name, causal):
         assert f"no {'causal' if causal else 'bidirectional'} form" in str(error)
 
 
-def test_every_wrong_setting_is_told_with_its_value():
+def test_reports_every_wrong_setting_with_its_value():
     settings = {"rounds": 0, "variant": "x", "cluster": 8, "seed": -1, "buckets": 3}
     messages = [str(error) for error in refused("lsh", settings)]
     assert [text.partition(";")[0] for text in messages] == [
@@ -41,7 +41,7 @@ def test_settings_of_a_layer_are_tried_as_the_first_layer_gets_them():
     assert "'mode' is 'heads'" in str(error)
 
 
-def test_what_the_layer_has_is_tried_too():
+def test_settings_are_checked_against_the_layers_sizes():
     for place, errors in (
         ("heads", refused("local", {}, heads=0)),
         ("head_dim", refused("local", {}, head_dim=0)),
@@ -51,14 +51,14 @@ def test_what_the_layer_has_is_tried_too():
         assert f"'{place}' is 0" in str(error)
 
 
-def test_what_no_machine_can_make_is_told_beside_what_is_wrong():
+def test_reports_impossible_sizes_together_with_wrong_settings():
     wrong, impossible = refused("performer", {"features": 2**48, "kernel": "x"})
     assert "'kernel' is 'x'" in str(wrong)
     assert str(impossible).startswith("'performer' cannot be made with these settings: ")
     assert "\n" not in str(impossible)
 
 
-def test_a_wrong_shift_of_blocks_is_told_all_that_is_allowed():
+def test_lists_all_allowed_shifts_of_blocks():
     (error,) = refusals(
         "block", MECHANISMS["block"], {"shift": "foo", "size": 8}, heads=2, head_dim=8, causal=False, scale=0.25
     )

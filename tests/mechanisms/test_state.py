@@ -12,7 +12,7 @@ def drawn():
 
 
 @over(FORMS)
-def test_whatever_a_mechanism_makes_is_usable(name, causal):
+def test_every_new_mechanism_has_a_usable_state(name, causal):
     mechanism = make(name, causal, heads=2, size=8)
     assert unusable_state(mechanism) is None
     mechanism.after_step(10)
@@ -35,11 +35,11 @@ def test_draws_are_usable_from_the_smallest_to_the_largest_that_there_are(value,
     mechanism = drawn()
     draws = mechanism.get_buffer("draws")
     draws[1] = value
-    told = unusable_state(mechanism)
-    assert (told is None) is usable
-    if told is not None:
+    problem = unusable_state(mechanism)
+    assert (problem is None) is usable
+    if problem is not None:
         assert (
-            told
+            problem
             == f"draws holds values from {int(draws.min())} to {int(draws.max())}; draws lie between 0 and 2^31 - 1"
         )
 

@@ -41,7 +41,7 @@ def test_every_mechanism_that_chooses_keys_by_position_is_a_pattern():
 
 @given(patterns(), st.integers(1, 9))
 @settings(max_examples=80, deadline=None)
-def test_every_figure_is_what_its_definition_says(pattern, block):
+def test_every_figure_follows_its_definition(pattern, block):
     counted, n = figures(pattern, block), pattern.length
     merged = pattern.steps.any(0)
     assert counted["edges"] == sum(step["edges"] for step in counted["steps"]) == pattern.steps.sum()
@@ -142,7 +142,7 @@ def test_a_layer_of_one_step_is_a_pattern_of_one_step():
 
 
 @pytest.mark.parametrize(
-    ("name", "length", "causal", "given", "code", "words"),
+    ("name", "length", "causal", "settings", "code", "words"),
     [
         ("strded", 8, False, {}, Exit.USAGE, "Did you mean 'strided'?"),
         ("linear", 8, False, {}, Exit.UNSUPPORTED, "'linear' has no pattern"),
@@ -156,14 +156,14 @@ def test_a_layer_of_one_step_is_a_pattern_of_one_step():
         ("longformer", 8, False, {"global_tokens": "separator"}, Exit.USAGE, "positions instead"),
     ],
 )
-def test_what_cannot_be_counted_is_told(name, length, causal, given, code, words):
+def test_rejects_patterns_that_cannot_be_counted(name, length, causal, settings, code, words):
     with pytest.raises(ApproxError) as caught:
-        find_pattern(name, length, causal, given)
+        find_pattern(name, length, causal, settings)
     assert (caught.value.exit_code, words in str(caught.value)) == (code, True), caught.value
     assert "\n" not in str(caught.value)
 
 
-def test_all_wrong_settings_are_told_at_once():
+def test_reports_all_wrong_settings_at_once():
     with pytest.raises(ApproxError) as caught:
         find_pattern("ltr", 8, False, {"strid": 1, "sumary": 1})
     assert [line[: line.index("?")] for line in str(caught.value).splitlines()] == [

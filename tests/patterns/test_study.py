@@ -16,9 +16,9 @@ def drawn(monkeypatch, tmp_path):
     for name in ("steps_picture", "flow_picture"):
         real = getattr(patterns, name)
 
-        def noted(*given, name=name, real=real, **more):
-            seen[name] = (given, more)
-            return real(*given, **more)
+        def noted(*arguments, name=name, real=real, **more):
+            seen[name] = (arguments, more)
+            return real(*arguments, **more)
 
         monkeypatch.setattr(patterns, name, noted)
 
@@ -34,10 +34,10 @@ def drawn(monkeypatch, tmp_path):
 
 def test_a_small_pattern_is_drawn_as_it_is(drawn):
     for length in (1, 48):
-        ((title, note, views), _), ((of_flow, beside, steps), _) = drawn(length)
+        ((title, note, views), _), ((of_flow, figures, steps), _) = drawn(length)
         assert title == of_flow.removesuffix(": information flow")
         assert title.startswith(f"strided: {length} token{'s' if length > 1 else ''}, ")
-        assert (note, beside) == ("", "")
+        assert (note, figures) == ("", "")
         assert [view.shape[-1] for view in views] == [length]
         assert steps.shape[-1] == length
     with pytest.raises(ApproxError, match="drawn over 48 tokens, 0 to 47"):
@@ -46,44 +46,44 @@ def test_a_small_pattern_is_drawn_as_it_is(drawn):
 
 
 @pytest.mark.slow
-def test_a_large_one_is_drawn_shrunk_and_as_it_is(drawn):
-    ((title, note, views), _), ((_, beside, steps), _) = drawn(49)
+def test_a_large_pattern_is_drawn_in_full_and_shrunk(drawn):
+    ((title, note, views), _), ((_, figures, steps), _) = drawn(49)
     assert title.startswith("strided: 49 tokens, ")
     assert note.startswith("drawn with 16 tokens, ")
     assert note.endswith(", and at full length: a point stands for many pairs, paler if few are seen")
-    assert beside == note.partition(", and at full length")[0]
+    assert figures == note.partition(", and at full length")[0]
     assert [view.shape[-1] for view in views] == [16, 49]
     assert steps.shape[-1] == 16
     assert drawn(49, length=48)[1][0][2].shape[-1] == 48
 
 
 @pytest.mark.parametrize("length", [0, 49])
-def test_more_than_can_be_told_apart_is_not_drawn_pair_by_pair(drawn, length):
+def test_draws_no_single_pairs_beyond_the_legible_size(drawn, length):
     with pytest.raises(ApproxError, match=f"The length for drawing is {length} tokens; allowed is 1 to 48"):
         drawn(200, length=length)
 
 
-def test_every_stage_of_telling_is_told(monkeypatch):
+def test_reports_progress_of_every_stage(monkeypatch):
     monkeypatch.setattr(patterns, "BenchStage", functools.partial(patterns.BenchStage, rounds=3, seconds=0.0))
-    told = []
+    shown = []
     result = patterns.report(
-        find_pattern("block", 8, False, {}), block=4, device="cpu", progress=lambda *where: told.append(where)
+        find_pattern("block", 8, False, {}), block=4, device="cpu", progress=lambda *where: shown.append(where)
     )
-    assert told == [
+    assert shown == [
         ("count block", 0, 1),
         ("count block", 1, 1),
         ("time batch 1, 8 tokens", 0, 1),
         ("time ", 1, 1),
     ]
     assert [(row.length, row.batch, row.dtype) for row in result.speed] == [(8, 1, "float32")]
-    told.clear()
-    untimed = patterns.report(find_pattern("block", 8, False, {}), progress=lambda *where: told.append(where))
+    shown.clear()
+    untimed = patterns.report(find_pattern("block", 8, False, {}), progress=lambda *where: shown.append(where))
     assert "speed" in result.to_data()
     assert "speed" not in untimed.to_data()
-    assert len(told) == 2
+    assert len(shown) == 2
 
 
-def test_pictures_replace_nothing_unasked(tmp_path):
+def test_pictures_replace_files_only_with_force(tmp_path):
     for folder in (tmp_path / "new", tmp_path):
         patterns.refuse_existing(folder, force=False)
     (tmp_path / "mine.txt").touch()

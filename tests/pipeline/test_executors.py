@@ -21,7 +21,7 @@ def importable(monkeypatch):
 
 
 @pytest.mark.slow
-def test_here_an_item_that_kills_its_process_or_fails_costs_no_other(tmp_path):
+def test_local_isolates_items_that_fail_or_kill_their_process(tmp_path):
     executor = choose("local", jobs=2, options={}, folder=tmp_path)
     results = collected(executor, ["a", "dies", "b", "fails"])
     assert [results[item][0] for item in ("a", "b")] == ["a", "b"]
@@ -32,7 +32,7 @@ def test_here_an_item_that_kills_its_process_or_fails_costs_no_other(tmp_path):
 
 
 @pytest.mark.slow
-def test_here_what_is_timed_is_alone_with_all_threads(tmp_path, monkeypatch):
+def test_local_runs_timed_items_alone_with_all_threads(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     executor = choose("local", jobs=4, options={}, folder=tmp_path)
     together, alone = collected(executor, list("abcd")), collected(executor, ["a", "b"], alone=True)
@@ -41,7 +41,7 @@ def test_here_what_is_timed_is_alone_with_all_threads(tmp_path, monkeypatch):
     assert len({result[2] for result in alone.values()}) == 1
 
 
-def test_whoever_stops_early_leaves_no_process(tmp_path):
+def test_stopping_early_leaves_no_process(tmp_path):
     import multiprocessing
 
     before = set(multiprocessing.active_children())
@@ -51,7 +51,7 @@ def test_whoever_stops_early_leaves_no_process(tmp_path):
     assert set(multiprocessing.active_children()) <= before
 
 
-def test_submitit_runs_jobs_and_tells_of_those_that_were_lost(tmp_path):
+def test_submitit_runs_jobs_and_reports_lost_ones(tmp_path):
     pytest.importorskip("submitit")
     executor = choose("submitit", jobs=2, options={"cluster": "local", "timeout_min": 5}, folder=tmp_path / "jobs")
     results = collected(executor, ["a", "fails"])
@@ -67,7 +67,7 @@ def test_submitit_leaves_this_process_its_environment(tmp_path):
     assert dict(os.environ) == before
 
 
-def test_a_job_of_slurm_has_a_name_and_hours_unless_other_options_are_given(tmp_path, monkeypatch):
+def test_a_slurm_job_has_a_default_name_and_time_limit(tmp_path, monkeypatch):
     """Uses a fake SLURM that rejects jobs and stores their scripts."""
     submitit = pytest.importorskip("submitit")
     for command in ("sbatch", "srun"):
@@ -83,7 +83,7 @@ def test_a_job_of_slurm_has_a_name_and_hours_unless_other_options_are_given(tmp_
         )
 
 
-def test_what_cannot_be_chosen_is_refused(tmp_path, monkeypatch):
+def test_rejects_unknown_executors_and_options(tmp_path, monkeypatch):
     def refused(name: str, **options) -> tuple[int, str]:
         with pytest.raises(ApproxError) as caught:
             collected(choose(name, jobs=None, options=options, folder=tmp_path), ["a"])

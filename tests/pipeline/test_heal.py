@@ -48,7 +48,7 @@ def written(study: Path, file: Path, heal: str, **more: str) -> Path:
 
 
 @pytest.mark.slow
-def test_variants_are_measured_before_and_after_beside_a_base_with_the_same_training(study, tmp_path):
+def test_measures_variants_before_and_after_next_to_an_equally_trained_base(study, tmp_path):
     file = written(
         study,
         tmp_path / "r.yaml",
@@ -78,7 +78,7 @@ def test_variants_are_measured_before_and_after_beside_a_base_with_the_same_trai
 
 
 @pytest.mark.slow
-def test_a_variant_that_is_good_enough_already_stays_as_it_is(study, tmp_path):
+def test_copies_a_variant_that_meets_its_target_unchanged(study, tmp_path):
     heal = f"{HEAL}, variants: [local], budget: loss<=0}}"
     made = run(recipe.read(written(study, tmp_path / "r.yaml", heal)), tmp_path / "run")
     assert "local, healed" in [variant.name for variant in made.variants]
@@ -136,7 +136,7 @@ def test_mistakes_are_found_before_any_work(study, tmp_path, heal, code, message
     assert not (tmp_path / "run").exists()
 
 
-def test_what_is_evaluated_is_not_trained_on(study, tmp_path):
+def test_refuses_to_train_on_evaluated_examples(study, tmp_path):
     file = written(study, tmp_path / "r.yaml", f"{HEAL}}}")
     text = file.read_text(encoding="utf-8").replace(
         f"evaluate: {{task: glue/sst2, data: {study / 'SST-2'}",
@@ -148,7 +148,7 @@ def test_what_is_evaluated_is_not_trained_on(study, tmp_path):
     assert caught.value.exit_code == Exit.REFUSED
 
 
-def test_a_text_that_is_trained_on_is_not_evaluated_on(study, tmp_path):
+def test_refuses_to_evaluate_on_a_trained_text(study, tmp_path):
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("the film is good " * 100, encoding="utf-8")
     file = written(
@@ -160,7 +160,7 @@ def test_a_text_that_is_trained_on_is_not_evaluated_on(study, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_sweep_measures_its_plans_as_they_were_healed(study, tmp_path):
+def test_a_sweep_measures_its_healed_plans(study, tmp_path):
     rules = "{linear: {mechanism: linear, settings: {feature_map: hedgehog}, grid: {window: [0, 2]}}, local: {mechanism: local}}"
     file = written(study, tmp_path / "g.yaml", f"{HEAL}, variants: [linear]}}", variants=rules)
     read: Any = grid.read(file)

@@ -49,7 +49,7 @@ def test_names_missing_paths_and_the_folder_of_relative_ones(base, absolute):
     assert code == Exit.UNAVAILABLE
 
 
-def test_a_calibration_file_that_is_there_but_of_no_use_was_looked_for_in_the_right_place(base, tmp_path, monkeypatch):
+def test_an_unusable_calibration_file_gets_no_hint_about_its_path(base, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("empty.txt").touch()
     text, _ = mistakes(Recipe(title="a title", checkpoint=base, variants=PLAN, calibrate="empty.txt", device="cpu"))
@@ -58,7 +58,7 @@ def test_a_calibration_file_that_is_there_but_of_no_use_was_looked_for_in_the_ri
     assert "current folder" not in text
 
 
-def test_what_fits_gives_the_plans_and_its_lengths_may_be_all_positions(base):
+def test_a_valid_recipe_gives_plans_and_may_use_all_positions(base):
     fits = Recipe(
         title="a title",
         checkpoint=base,
@@ -73,7 +73,7 @@ def test_what_fits_gives_the_plans_and_its_lengths_may_be_all_positions(base):
         assert code == Exit.USAGE
 
 
-def test_a_rehearsal_hashes_what_would_be_read_and_computes_nothing(base, tmp_path):
+def test_a_rehearsal_hashes_the_data_and_computes_nothing(base, tmp_path):
     opened, data = checkpoint.load(base), str(tiny_data(tmp_path))
     stages = [EvaluateStage(task="glue/sst2", data=data, limit=limit) for limit in (None, 4, 4)]
     hashes = [rehearse(opened, stage) for stage in stages]

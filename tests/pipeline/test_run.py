@@ -51,7 +51,7 @@ def without_times(made: Record) -> dict[str, Any]:
     return data
 
 
-def kept(out: Path) -> dict[str, int]:
+def finished(out: Path) -> dict[str, int]:
     """The finished stages of a run, with the time of their last completion."""
     files = sorted(out.glob("stages/*.json"), key=lambda path: path.stat().st_mtime_ns)
     return {json.loads(path.read_text("utf-8"))["name"]: path.stat().st_mtime_ns for path in files}
@@ -75,23 +75,23 @@ def check(made: Record, study: Path, out: Path) -> None:
     assert [row.name for row in made.crossover] == ["local 2", "linear"]
     assert (out / str(made.quality[0].outputs)).is_file()
     assert (out / "report" / "index.html").is_file()
-    assert kept(out).keys() == STAGES
+    assert finished(out).keys() == STAGES
 
 
 @pytest.mark.slow
-def test_killed_at_any_stage_it_goes_on_and_ends_with_the_same_record(study, tmp_path):
+def test_resumes_to_the_same_record_after_a_kill_at_any_stage(study, tmp_path):
     """Kill the run twice as soon as a stage is finished; finished stages are not computed again."""
     whole = run(recipe.read(study), tmp_path / "whole", command="approx run small")
     check(whole, study, tmp_path / "whole")
     out, seen = tmp_path / "run", {}
     for stage in ("convert local 2", f"evaluate {BOTH} on glue/sst2"):
         process = killable.start("run", study, "-o", out, "--resume", errors=tmp_path / "errors")
-        while stage not in kept(out) and process.is_alive():
+        while stage not in finished(out) and process.is_alive():
             time.sleep(0.005)
         assert killable.ended(process, signal.SIGKILL) == -signal.SIGKILL, (tmp_path / "errors").read_text("utf-8")
         assert not (out / "record.json").exists()
-        assert seen.items() <= kept(out).items()
-        seen = kept(out)
+        assert seen.items() <= finished(out).items()
+        seen = finished(out)
     reported = []
     made = run(
         recipe.read(study),
@@ -100,13 +100,13 @@ def test_killed_at_any_stage_it_goes_on_and_ends_with_the_same_record(study, tmp
         command="approx run small",
         progress=lambda stage, done, total: reported.append(stage),
     )
-    assert seen.items() <= kept(out).items()
+    assert seen.items() <= finished(out).items()
     assert not [stage for stage in reported if stage.startswith(("evaluate", "convert to"))]
     check(made, study, out)
     assert without_times(made) == without_times(whole)
 
 
-def test_stopped_where_any_stage_begins_it_goes_on(study, tmp_path):
+def test_resumes_after_a_stop_before_any_stage(study, tmp_path):
     read = recipe.read(tiny_recipe(tmp_path / "tiny.yaml", study.parent / "base", study.parent / "SST-2"))
     out, seen = tmp_path / "run", []
 
@@ -126,7 +126,7 @@ def test_stopped_where_any_stage_begins_it_goes_on(study, tmp_path):
     assert {stage.split(" ")[0] for stage in seen} == {"open", "convert", "evaluate", "bench"}
 
 
-def test_it_goes_on_with_what_still_stands_where_a_file_has_changed(study, tmp_path):
+def test_repeats_only_stages_whose_files_changed(study, tmp_path):
     data, out = tiny_data(tmp_path), tmp_path / "run"
     (tmp_path / "seen.txt").write_text("the film is good " * 40, encoding="utf-8")
     file = tiny_recipe(tmp_path / "tiny.yaml", study.parent / "base", data)
@@ -137,9 +137,9 @@ def test_it_goes_on_with_what_still_stands_where_a_file_has_changed(study, tmp_p
 
     def stages() -> tuple[float, set[str]]:
         """The base's score, and the computed stages."""
-        before = kept(out)
+        before = finished(out)
         made = run(recipe.read(file), out, resume=out.exists())
-        after = {name.split()[0] for name, _ in kept(out).items() - before.items()}
+        after = {name.split()[0] for name, _ in finished(out).items() - before.items()}
         return made.quality[0].base.scores["accuracy"], after
 
     score, first = stages()
@@ -154,7 +154,7 @@ def test_it_goes_on_with_what_still_stands_where_a_file_has_changed(study, tmp_p
     assert stages()[1] == {"convert", "evaluate", "bench"}
 
 
-def test_a_folder_with_something_else_is_never_touched(study, tmp_path):
+def test_never_touches_a_folder_of_the_user(study, tmp_path):
     def refused(text: str, out: Path, **more) -> str:
         before = {path: path.stat().st_mtime_ns for path in out.rglob("*")} if out.is_dir() else None
         (tmp_path / "this.yaml").write_text(text, encoding="utf-8")
@@ -180,7 +180,7 @@ def test_a_folder_with_something_else_is_never_touched(study, tmp_path):
     assert "is a file" in refused(text, tmp_path / "mine" / "thesis.tex", force=True)
 
 
-def test_force_removes_what_a_run_made_and_nothing_else(study, tmp_path):
+def test_force_removes_only_files_of_a_run(study, tmp_path):
     out = tmp_path / "run"
     text = study.read_text("utf-8").partition("variants:")[0] + "variants: {linear: {mechanism: linear}}\n"
     text += "bench: {lengths: 8, inputs: synthetic, rounds: 3, seconds: 0}\n"
@@ -234,7 +234,7 @@ def test_names_all_mistakes_before_any_work(study, tmp_path):
         (("device: cpu", "device: cuda"), Exit.MISSING, "torch sees no GPU"),
     ],
 )
-def test_what_does_not_fit_is_found_before_any_conversion(study, tmp_path, change, code, text):
+def test_finds_mismatches_before_any_conversion(study, tmp_path, change, code, text):
     import torch
 
     if code == Exit.MISSING and torch.cuda.is_available():

@@ -89,7 +89,7 @@ def test_an_outcome_of_an_older_form_is_not_read(store, stage):
     assert store.state(one) == "missing"
 
 
-def test_a_stage_whose_product_is_gone_or_is_anothers_is_computed_again(store, tmp_path):
+def test_recomputes_a_stage_whose_product_is_missing_or_different(store, tmp_path):
     """Two stages write the same file; each is done only while the file is its own product."""
 
     def writes(text: str) -> Stage:
@@ -117,7 +117,7 @@ def test_recognises_a_folder_by_its_manifest(store, tmp_path):
     assert store.state(one) == "missing"
 
 
-def test_inputs_come_first_what_is_timed_is_alone_and_the_same_key_is_computed_once(store, stage, made):
+def test_runs_inputs_first_timed_stages_alone_and_equal_keys_once(store, stage, made):
     class Watched(Here):
         def __init__(self) -> None:
             self.waves: list[tuple[list[str], bool]] = []
@@ -138,11 +138,11 @@ def test_inputs_come_first_what_is_timed_is_alone_and_the_same_key_is_computed_o
     assert made == ["base", "folder", "scored", "timed"]
 
 
-def test_what_only_finished_stages_need_is_not_computed(store, stage, made, tmp_path):
+def test_skips_stages_that_only_finished_ones_need(store, stage, made, tmp_path):
     folder = tmp_path / "folder"
     needed = stage("needed", product=folder)
     folder.mkdir()
-    report = stage("report", needed, kept=False)
+    report = stage("report", needed, stored=False)
     scored = stage("scored", needed)
     done(needed, scored, store=store)
     folder.rmdir()
@@ -155,7 +155,7 @@ def test_what_only_finished_stages_need_is_not_computed(store, stage, made, tmp_
     assert not (store.folder / "key-report.json").exists()
 
 
-def test_a_failure_stops_only_what_needs_it_and_is_tried_again(store, stage, made):
+def test_a_failure_stops_only_dependent_stages_and_is_retried(store, stage, made):
     broken = stage("broken", result=ApproxError("no room", Exit.MISSING), noun="conversion")
     lost, other = stage("lost", broken), stage("other")
     last = stage("last", lost)
@@ -177,7 +177,7 @@ def test_a_failure_stops_only_what_needs_it_and_is_tried_again(store, stage, mad
 
 
 @pytest.mark.parametrize("result", [ZeroDivisionError(), object(), float("nan")])
-def test_where_an_error_ends_the_work_it_is_raised_and_nothing_is_kept(store, stage, made, result):
+def test_raises_a_fatal_error_and_stores_nothing(store, stage, made, result):
     with pytest.raises((ZeroDivisionError, ApproxError)):
         done(stage("one", result=result), stage("other"), store=store, keep_going=False)
     assert made == ["one"]
@@ -202,14 +202,14 @@ def test_a_stage_that_its_executor_lost_has_failed(store, stage):
     assert (outcome.status, outcome.error) == ("failed", "KeyError: 'lost'")
 
 
-def test_what_killed_processes_left_is_removed(store, stage):
+def test_removes_leftovers_of_killed_processes(store, stage):
     store.folder.mkdir()
     (store.folder / ".one.json.1.tmp").touch()
     done(stage("one"), store=store)
     assert [path.name for path in store.folder.iterdir()] == ["key-one.json"]
 
 
-def test_it_computes_with_the_threads_that_it_is_given(store, stage):
+def test_computes_with_the_requested_threads(store, stage):
     class Sharing(Here):
         def map(self, work, items, *, alone: bool = False):
             yield from ((item, work(item, 2)) for item in items)

@@ -22,11 +22,11 @@ class Here:
     """An executor without processes that records its items."""
 
     def __init__(self) -> None:
-        self.given: list[Stage] = []
+        self.stages: list[Stage] = []
 
     def map(self, work, items, *, alone: bool = False) -> Iterator:
         for item in items:
-            self.given.append(item)
+            self.stages.append(item)
             yield item, work(item, None)
 
 
@@ -41,11 +41,11 @@ def swept(read: grid.Grid, out: Path) -> tuple[stage.Swept, list[str]]:
         executor,
         progress=lambda *where: reported.append(where),
     )
-    assert made.computed == len(executor.given)
+    assert made.computed == len(executor.stages)
     assert [done for _, done, _ in reported] == sorted(done for _, done, _ in reported)
     assert {total for _, _, total in reported} == {max(reported[-1][1], 1)}
-    assert {f"sweep: {one.name}" for one in executor.given} <= {what for what, _, _ in reported}
-    return made, [one.name for one in executor.given]
+    assert {f"sweep: {one.name}" for one in executor.stages} <= {what for what, _, _ in reported}
+    return made, [one.name for one in executor.stages]
 
 
 def titles(read: grid.Grid) -> dict[str, str]:
@@ -106,7 +106,7 @@ def whole(study, tmp_path_factory) -> tuple[stage.Swept, Path]:
     return made, out
 
 
-def test_seeds_are_put_together_and_plans_are_sorted_by_their_loss(whole):
+def test_combines_seeds_and_sorts_plans_by_loss(whole):
     made, out = whole
     assert made.results.failed == []
     by_plan = {row.plan: row for row in made.results.quality}
@@ -126,7 +126,7 @@ def test_seeds_are_put_together_and_plans_are_sorted_by_their_loss(whole):
     assert (out / "sweep.csv").read_text("utf-8").startswith("checkpoint,plan,task")
 
 
-def test_its_records_make_a_report(whole, tmp_path):
+def test_records_of_a_sweep_make_a_report(whole, tmp_path):
     files = sorted((whole[1] / "records").glob("*.json"))
     records = [record.load(file) for file in files]
     (quality,) = (one for one in records if one.quality)
@@ -141,7 +141,7 @@ def test_its_records_make_a_report(whole, tmp_path):
     assert "clustered seed=7" in (tmp_path / "report" / "report.md").read_text("utf-8")
 
 
-def test_again_it_computes_what_is_missing_and_nothing_else(whole, study, tmp_path):
+def test_a_second_sweep_computes_only_missing_cells(whole, study, tmp_path):
     out, read = shutil.copytree(whole[1], tmp_path / "out"), grid.read(study)
     keys = titles(read)
     (out / "stages" / ".left behind.tmp").touch()
@@ -159,7 +159,7 @@ def test_again_it_computes_what_is_missing_and_nothing_else(whole, study, tmp_pa
     assert swept(read, out)[1] == []
 
 
-def test_a_cell_that_fails_stops_no_other_and_is_tried_again(whole, study, tmp_path):
+def test_a_failed_cell_stops_no_other_and_is_retried(whole, study, tmp_path):
     out = shutil.copytree(whole[1], tmp_path / "out")
     read = grid.read(study)
     keys = titles(read)
@@ -196,7 +196,7 @@ def test_a_conversion_that_fails_takes_its_cells_with_it(edited, tmp_path):
     assert made.results.failed[1].error.startswith("Its conversion failed: ")
 
 
-def test_a_key_depends_on_all_that_its_cell_depends_on_and_on_nothing_else(study, edited, tmp_path):
+def test_a_key_depends_on_exactly_the_inputs_of_its_cell(study, edited, tmp_path):
     known = titles(grid.read(study))
     data = study.parent / "SST-2"
     moved = shutil.copytree(data, tmp_path / "elsewhere" / "SST-2")
@@ -228,7 +228,7 @@ def test_names_every_mistake_once(edited):
     assert text.count("Did you mean 'right'") == 1
 
 
-def test_a_folder_with_something_else_is_refused(study, tmp_path):
+def test_refuses_a_folder_of_the_user(study, tmp_path):
     (tmp_path / "thesis.tex").write_text("x", encoding="utf-8")
     with pytest.raises(ApproxError, match="is not a sweep of approx") as caught:
         stage.cells(grid.read(study), tmp_path)
@@ -236,10 +236,10 @@ def test_a_folder_with_something_else_is_refused(study, tmp_path):
 
 
 @pytest.mark.slow
-def test_interrupted_and_killed_it_goes_on_and_says_the_same(whole, study, tmp_path):
+def test_resumes_to_the_same_results_after_interruption_and_kill(whole, study, tmp_path):
     """Interrupt after the first cell and kill after the fourth, in separate processes; nothing is computed twice."""
     out = tmp_path / "out"
-    kept: dict[str, int] = {}
+    before: dict[str, int] = {}
     for how, code, cells in ((signal.SIGINT, Exit.INTERRUPTED, 1), (signal.SIGKILL, -signal.SIGKILL, 4)):
         errors = tmp_path / how.name
         process = killable.start("sweep", study, "-o", out, "--jobs", 2, errors=errors)
@@ -248,10 +248,10 @@ def test_interrupted_and_killed_it_goes_on_and_says_the_same(whole, study, tmp_p
         assert killable.ended(process, how) == code, errors.read_text("utf-8")
         assert "Finished cells are kept" in errors.read_text("utf-8") or how == signal.SIGKILL
         now = {path.name: path.stat().st_mtime_ns for path in out.glob("stages/*.json")}
-        assert kept.items() <= now.items()
-        kept = now
+        assert before.items() <= now.items()
+        before = now
     made, computed = swept(grid.read(study), out)
-    assert len(computed) == len(ALL) - len(kept)
-    assert kept.items() <= {path.name: path.stat().st_mtime_ns for path in out.glob("stages/*.json")}.items()
+    assert len(computed) == len(ALL) - len(before)
+    assert before.items() <= {path.name: path.stat().st_mtime_ns for path in out.glob("stages/*.json")}.items()
     assert made.results.quality == whole[0].results.quality
     assert not list(out.glob("stages/.*.tmp"))

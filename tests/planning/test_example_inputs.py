@@ -8,12 +8,12 @@ from zoo import tiny
 
 
 @pytest.mark.parametrize(("size", "low"), [(1, 0), (2, 1), (6, 5), (8, 5)])
-def test_tokens_are_of_the_vocabulary_and_not_special_where_it_has_others(size, low):
+def test_tokens_are_ordinary_ones_of_the_vocabulary(size, low):
     ids = example_inputs(tiny("BertModel", vocab_size=size, pad_token_id=0), 60, batch=2)["input_ids"]
     assert set(ids.flatten().tolist()) == set(range(low, size))
 
 
-def test_a_seed_gives_the_same_inputs_and_another_one_others():
+def test_inputs_depend_on_the_seed_only():
     model = tiny("ViTForImageClassification")
     first, again, other = (example_inputs(model, 1, batch=2, seed=seed)["pixel_values"] for seed in (0, 0, 1))
     assert torch.equal(first, again)
@@ -29,7 +29,7 @@ def test_the_last_row_is_padded_at_its_end_as_a_tokenizer_pads():
 
 
 @pytest.mark.parametrize("length", [1, 2, 30])
-def test_speech_has_as_many_frames_as_were_asked_for(length):
+def test_speech_has_the_requested_number_of_frames(length):
     model = tiny("Wav2Vec2Model")
     enough = samples(model.config, length)
     assert model._get_feat_extract_output_lengths(torch.tensor(enough)) == length

@@ -34,12 +34,12 @@ WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, 
 
 @pytest.mark.parametrize("architecture", ["BertForSequenceClassification", "BertForMaskedLM", "LlamaForCausalLM"])
 @pytest.mark.parametrize("length", [64, 700])
-def test_what_a_model_with_exact_attention_holds_at_most_is_known_to_the_per_cent(architecture, length):
+def test_predicts_peak_memory_of_exact_models_within_one_per_cent(architecture, length):
     model = tiny(architecture, **WIDE, attn_implementation="sdpa")
     assert predicted(model, length) == pytest.approx(measured(model, length), rel=0.01)
 
 
-def test_layers_of_fixed_length_hold_the_same_at_any_length():
+def test_layers_of_fixed_length_need_the_same_memory_at_any_length():
     wide = {name: size for name, size in WIDE.items() if "position" not in name}
     model = tiny("ViTForImageClassification", **wide, attn_implementation="sdpa")
     assert predicted(model, 10) == predicted(model, 10_000)
@@ -57,7 +57,7 @@ def test_what_a_mechanism_needs_is_known_within_a_factor_of_two(mechanism):
     assert 0.8 < expected / measured(model, length) < 2.0
 
 
-def test_scores_of_all_pairs_are_held():
+def test_exact_attention_holds_scores_of_all_pairs():
     model, plan = tiny("LlamaForCausalLM", **WIDE), Plan.of("full")
     expected = predicted(model, 700, plan)
     assert expected > 4 * predicted(model, 700)
@@ -67,18 +67,18 @@ def test_scores_of_all_pairs_are_held():
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_tensors_count_until_they_are_released_and_views_never(device):
-    given = torch.zeros(1000, device=device)
-    with Held() as held:
-        one = given + 1
-        given.view(10, 100).add_(1)
+    inputs = torch.zeros(1000, device=device)
+    with Held() as memory:
+        one = inputs + 1
+        inputs.view(10, 100).add_(1)
         one.view(10, 100)[2:]
         del one
-        assert held.now == 0
-        two, three = given * 2, nn.functional.relu(given)
-        assert held.now == two.nbytes + three.nbytes == 8000
-    assert held.moments == [4000, 4000, 8000]
+        assert memory.now == 0
+        two, three = inputs * 2, nn.functional.relu(inputs)
+        assert memory.now == two.nbytes + three.nbytes == 8000
+    assert memory.moments == [4000, 4000, 8000]
 
 
-def test_only_moments_that_may_be_the_highest_are_kept():
-    kept = highest([Moment(0, 10), Moment(0, 9), Moment(50, 5), Moment(40, 5), Moment(100, 0), Moment(20, 2)])
-    assert kept == (Moment(0, 10), Moment(50, 5), Moment(100, 0))
+def test_keeps_only_moments_that_may_be_the_peak():
+    envelope = highest([Moment(0, 10), Moment(0, 9), Moment(50, 5), Moment(40, 5), Moment(100, 0), Moment(20, 2)])
+    assert envelope == (Moment(0, 10), Moment(50, 5), Moment(100, 0))

@@ -56,7 +56,7 @@ def test_layers_are_numbers_and_ranges(text, layers):
         ("9" * 5000, "not a layer number"),
     ],
 )
-def test_layers_that_are_none_are_refused(text, word):
+def test_rejects_bad_layer_numbers(text, word):
     with pytest.raises(ApproxError, match=word):
         parse_layers(text, 12)
 
@@ -73,7 +73,7 @@ def test_layers_that_no_rule_names_stay_exact(bert):
     assert [site.layer for site in Plan.of("local", layers="0-1,-1").resolve(bert)] == [0, 1, 11]
 
 
-def test_a_plan_made_in_python_takes_a_number_and_refuses_what_is_no_selection(bert):
+def test_python_plans_accept_numbers_and_refuse_other_types(bert):
     assert [site.layer for site in Plan.of("local", layers=-1).resolve(bert)] == [11]
     with pytest.raises(ApproxError, match=r"rule 1.layers: 'all', a number .* found \[0, 1\]"):
         Plan.of("local", layers=[0, 1])  # pyright: ignore[reportArgumentType]  # what is tried
@@ -125,7 +125,7 @@ def test_a_layer_may_be_a_number_in_yaml():
     assert Plan.parse({"mechanism": "local", "layers": -1}).rules[0].layers == "-1"
 
 
-def test_all_mistakes_of_form_are_told_at_once():
+def test_reports_all_mistakes_of_form_at_once():
     data = [
         {"mechanismm": "local"},
         {"mechanism": 3, "layers": [1], "settings": "left=3", "exact_below": -1},
@@ -148,7 +148,7 @@ def test_wrong_layers_hide_no_wrong_setting(bert):
     assert "'left' is -1" in str(error)
 
 
-def test_all_mistakes_of_content_are_told_at_once(bert):
+def test_reports_all_mistakes_of_content_at_once(bert):
     plan = Plan(
         (
             Rule("cluster", "14"),
@@ -174,7 +174,7 @@ def test_all_mistakes_of_content_are_told_at_once(bert):
         assert words in text
 
 
-def test_what_a_model_cannot_do_is_told_apart_from_what_is_written_wrongly():
+def test_distinguishes_unsupported_plans_from_invalid_ones():
     gpt2 = facts("GPT2Model")
     with pytest.raises(ApproxError, match="causal") as caught:
         Plan.of("ltr").resolve(gpt2)
@@ -205,14 +205,14 @@ def test_settings_beyond_any_machine_are_refused(bert):
         (b"!!python/object/apply:os.getcwd []", "not valid YAML"),
     ],
 )
-def test_files_that_hold_no_plan_are_refused(text, word, tmp_path):
+def test_rejects_files_without_a_plan(text, word, tmp_path):
     (tmp_path / "plan.yaml").write_bytes(text)
     with pytest.raises(ApproxError, match=word) as caught:
         Plan.read(tmp_path / "plan.yaml")
     assert str(tmp_path / "plan.yaml") in str(caught.value)
 
 
-def test_a_plan_that_is_not_there_is_told():
+def test_names_a_missing_plan_file():
     with pytest.raises(ApproxError, match="cannot be read"):
         Plan.read(Path("nowhere.yaml"))
 
@@ -233,14 +233,14 @@ nonsense = st.recursive(
 
 
 @given(nonsense)
-def test_nonsense_gives_an_approx_error_or_a_plan(bert, data):
+def test_any_data_give_a_plan_or_an_approx_error(bert, data):
     read = yaml.safe_load(yaml.safe_dump(data))
     error = error_of(lambda: Plan.parse(read).resolve(bert))
     assert error is None or error.exit_code in (Exit.USAGE, Exit.UNSUPPORTED)
 
 
 @given(st.text(max_size=60))
-def test_any_text_gives_an_approx_error_or_a_plan(tmp_path_factory, text):
+def test_any_text_gives_a_plan_or_an_approx_error(tmp_path_factory, text):
     path = tmp_path_factory.mktemp("plan") / "plan.yaml"
     path.write_text(text, encoding="utf-8", newline="")
     with pytest.raises(ApproxError):

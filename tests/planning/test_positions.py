@@ -97,7 +97,7 @@ def test_a_trainable_table_stays_trainable_and_a_frozen_one_frozen():
         assert model.embeddings.position_embeddings.weight.requires_grad is trainable
 
 
-def test_gpt2_says_it_under_its_own_name(tmp_path):
+def test_gpt2_gets_its_own_name_of_the_setting(tmp_path):
     model = tiny("GPT2LMHeadModel")
     surgery.convert(model, Plan.of("sdpa"), max_length=100)
     model.save_pretrained(tmp_path)
@@ -105,7 +105,7 @@ def test_gpt2_says_it_under_its_own_name(tmp_path):
 
 
 @pytest.mark.parametrize("architecture", [name for name in FAMILIES if name not in LEARNED])
-def test_families_without_a_learned_table_say_so_and_stay_stock(architecture):
+def test_refuses_families_without_a_learned_table(architecture):
     model = tiny(architecture)
     with pytest.raises(ApproxError, match="max-length") as caught:
         surgery.convert(model, Plan.of("linear"), max_length=4096)

@@ -210,11 +210,11 @@ def files(tmp_path_factory) -> dict[str, str]:
 @pytest.fixture
 def figures(monkeypatch) -> list[Figure]:
     """The figures drawn during the test, as matplotlib objects."""
-    kept: list[Figure] = []
+    drawn: list[Figure] = []
 
     def keep(figure: Figure, suffixes: list[str]) -> dict[str, bytes]:
-        kept.append(figure)
+        drawn.append(figure)
         return {}
 
     monkeypatch.setattr(patterns, "_files", keep)
-    return kept
+    return drawn

@@ -77,7 +77,7 @@ def test_advice_weighs_quality_and_speed(entry, ratios, said):
     assert recommendation(made) == [f"v: {said}"]
 
 
-def test_what_a_busy_machine_or_a_missing_measurement_leaves_open_is_told():
+def test_names_open_questions_of_busy_machines_and_missing_measurements():
     busy = speed("v", {512: 2.0}, width=0.5)
     (one,) = advice(record("v", tasks=[quality("v")], rows=busy))
     assert (one.decision, "its speed is not settled: the machine was busy" in one.reason) == ("not settled", True)

@@ -10,19 +10,19 @@ def test_a_record_compared_with_itself_differs_in_nothing(record):
     assert {row.verdict for row in (*made.quality, *made.speed)} <= {"no clear difference", "not measured"}
 
 
-def test_what_differs_is_named_with_both_values(record):
+def test_names_differences_with_both_values(record):
     before = record_of(record)
     first = record["variants"][0]
     first["layers"] = [{"layer": 0, "mechanism": "clustered", "settings": {"clusters": 7}}]
     first["verified"] = False
     record["environment"]["torch"] = "9.9"
     record["seed"] = 5
-    told = {name: (one, two) for name, one, two in compare(before, record_of(record)).differences}
-    assert told["torch"] == (before.environment["torch"], "9.9")
-    assert told["seed"] == (str(before.seed), "5")
-    assert told[f"checks of {first['name']}"] == ("verified", "not verified")
-    assert told[f"plan of {first['name']}"][1] == "layers 0: clustered, clusters = 7"
-    assert len(told) == 4
+    differences = {name: (one, two) for name, one, two in compare(before, record_of(record)).differences}
+    assert differences["torch"] == (before.environment["torch"], "9.9")
+    assert differences["seed"] == (str(before.seed), "5")
+    assert differences[f"checks of {first['name']}"] == ("verified", "not verified")
+    assert differences[f"plan of {first['name']}"][1] == "layers 0: clustered, clusters = 7"
+    assert len(differences) == 4
 
 
 def test_scores_and_speeds_have_intervals_and_the_verdicts_of_both(record):

@@ -179,7 +179,7 @@ def test_one_task_at_two_lengths_has_two_keys_and_two_headings(record, tmp_path)
         assert f"(dev; {words})" in text
 
 
-def test_plans_are_in_both_tables(record):
+def test_both_tables_name_the_plans(record):
     quality, speed = (table(record, name) for name in ("quality.csv", "speed.csv"))
     assert {line["plan"] for line in quality if line["variant"] == "clustered 25"} == {CLUSTERED}
     assert {line["plan"] for line in speed if line["name"] == "clustered 25"} == {CLUSTERED}

@@ -86,7 +86,7 @@ def test_a_pattern_of_one_step_flows_through_two_layers_of_it(figures):
 @pytest.mark.parametrize(
     ("node", "side"), [(0, "left"), (2, "left"), (3, "center"), (6, "center"), (7, "right"), (9, "right")]
 )
-def test_what_is_said_of_a_position_stays_within_the_picture(figures, node, side):
+def test_labels_stay_within_the_picture(figures, node, side):
     flow_picture("t", "", np.eye(10, dtype=bool)[None], causal=False, node=node, suffixes=BOTH)
     (said,) = (text for text in figures[0].axes[0].texts if "receives" in text.get_text())
     assert said.get_horizontalalignment() == side
@@ -109,7 +109,7 @@ def test_a_flow_is_as_wide_as_its_positions_need_within_bounds(figures):
     ]
 
 
-def test_title_and_note_are_broken_into_lines_that_fit_and_do_not_meet(figures):
+def test_title_and_note_are_wrapped_without_overlap(figures):
     title, note = " ".join(["word"] * 20), " ".join(["note"] * 30)
     flow_picture(title, note, np.ones((1, 3, 3), bool), causal=False, suffixes=BOTH)
     flow_picture(title, "", np.ones((1, 3, 3), bool), causal=False, suffixes=BOTH)

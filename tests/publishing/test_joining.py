@@ -67,7 +67,7 @@ def _base(speed: dict[str, Any]) -> None:
     ],
 )
 @pytest.mark.sample(3)
-def test_records_that_do_not_belong_together_stay_apart_and_the_page_says_why(halves, change, reason):
+def test_unrelated_records_stay_separate_and_the_page_says_why(halves, change, reason):
     quality, speed = halves
     change(speed)
     made = joined([record_of(quality), record_of(speed)])
@@ -101,25 +101,25 @@ def test_the_machine_of_a_joined_record_is_that_of_its_speeds_and_the_base_that_
         assert made.checkpoint.name == "compared with this"
 
 
-def test_records_meet_through_a_third(halves):
+def test_joins_records_through_a_third(halves):
     """Two records share one model each with a third, and nothing with each other."""
     quality, speed = map(record_of, halves)
     first, rest = quality.variants[:1], quality.variants[1:]
 
     def only(variants: list, number: int) -> Record:
         names = {variant.name for variant in variants}
-        kept = [
+        records = [
             task.model_copy(
                 update={"task": f"task {number}", "variants": [v for v in task.variants if v.name in names]}
             )
             for task in quality.quality
         ]
-        return quality.model_copy(update={"title": f"{number}", "variants": variants, "quality": kept})
+        return quality.model_copy(update={"title": f"{number}", "variants": variants, "quality": records})
 
     assert len(joined([only(first, 1), only(rest, 2)])) == 2
     assert len(joined([only(first, 1), only(rest, 2), speed])) == 1
 
 
-def test_a_record_is_given_once(record):
+def test_refuses_the_same_record_twice(record):
     with pytest.raises(ApproxError, match="given twice"):
         joined([record_of(record), record_of(record)])

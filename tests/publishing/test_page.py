@@ -22,11 +22,11 @@ def test_the_page_shows_intervals_shares_and_receipts_that_the_markdown_leaves_o
     assert "glue/sst2 (dev) against speed at 1,024 tokens on CPU" in shown
 
 
-def test_the_colour_of_a_variant_is_beside_its_name_everywhere(record):
+def test_shows_the_colour_of_a_variant_next_to_its_name(record):
     (section,) = re.findall(r"<article.*?</article>", report.html([record_of(record)]), flags=re.DOTALL)
-    beside = re.findall(r'background: (#\w+)" aria-hidden="true"></span>(linear|clustered 25)\b', section)
+    swatches = re.findall(r'background: (#\w+)" aria-hidden="true"></span>(linear|clustered 25)\b', section)
     colours = {
-        name: {colour for colour, beside_name in beside if beside_name == name} for name in ("linear", "clustered 25")
+        name: {colour for colour, beside_name in swatches if beside_name == name} for name in ("linear", "clustered 25")
     }
     assert {name: len(values) for name, values in colours.items()} == {"linear": 1, "clustered 25": 1}
     assert colours["linear"] != colours["clustered 25"]
@@ -42,7 +42,7 @@ def test_the_title_of_several_reports_is_their_number_and_each_can_be_reached(re
     assert report.markdown([record_of(record), record_of(other)]).count("# Another machine") == 1
 
 
-def test_what_a_checkpoint_is_stands_under_its_own_name(record):
+def test_describes_a_checkpoint_under_its_name(record):
     record["checkpoint"] |= {"revision": "main", "weights_sha256": None, "positions": None}
     record["environment"] = {"gpu": "A GPU", "cores": 8, "unheard": 0}
     shown = report.markdown([record_of(record)])

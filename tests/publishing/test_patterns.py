@@ -55,7 +55,7 @@ def test_a_picture_is_small_and_the_same_every_time(draw):
     assert pixels[1] / pixels[0] == pytest.approx(float(width) / float(height), rel=0.02)
 
 
-def test_the_colours_say_which_step_sees_a_pair():
+def test_colours_show_the_step_that_sees_a_pair():
     text = steps_picture("t", "", [LTR], causal=False, suffixes=BOTH)[".svg"].decode()
     for colour in (OWN, *STEPS[:2]):
         assert colour in text
@@ -159,13 +159,13 @@ def test_a_long_pattern_is_an_image_whose_points_are_as_strong_as_the_share_that
     free, causal = (np.asarray(figure.axes[0].images[0].get_array()) for figure in figures)
     assert figures[0].axes[0].images[0].get_extent() == [-0.5, 599.5, 599.5, -0.5]
     assert free.shape == (200, 200, 3)
-    empty, one, own = map(np.array, (to_rgb(NOTHING), to_rgb(STEPS[0]), to_rgb(OWN)))
+    empty, one, diagonal = map(np.array, (to_rgb(NOTHING), to_rgb(STEPS[0]), to_rgb(OWN)))
     strength = (1 / 9) ** (1 / 3)
     # Half a step of an eight-bit colour is not visible.
     assert free[100, 50] == pytest.approx(empty, abs=1 / 510)
     assert free[0, 1] == pytest.approx(one)
     assert free[2, 3] == pytest.approx((1 - strength) * empty + strength * one)
-    assert free[4, 4] == pytest.approx((1 - strength) * empty + strength * own)
+    assert free[4, 4] == pytest.approx((1 - strength) * empty + strength * diagonal)
     assert causal[50, 100] == pytest.approx(np.array(to_rgb(FUTURE)), abs=1 / 510)
     assert causal[100, 50] == pytest.approx(empty, abs=1 / 510)
     assert causal[1, 0] == pytest.approx(one)
@@ -174,7 +174,7 @@ def test_a_long_pattern_is_an_image_whose_points_are_as_strong_as_the_share_that
     steps_picture("t", "", [step], causal=False, suffixes=BOTH)
     strength = (2 / 9) ** (1 / 3)
     mixed = np.asarray(figures[2].axes[0].images[0].get_array())[4, 4]
-    assert mixed == pytest.approx((1 - strength) * empty + strength * (one + own) / 2)
+    assert mixed == pytest.approx((1 - strength) * empty + strength * (one + diagonal) / 2)
 
 
 @pytest.mark.parametrize(

@@ -17,19 +17,19 @@ from typed import part_of, parts_of, record_of
 @pytest.fixture
 def drawn(monkeypatch) -> Callable[..., Axes]:
     """Draw a figure of the module and return its axes."""
-    kept: list[Axes] = []
+    all_axes: list[Axes] = []
 
     def keep(identity: str, description: str, paint: Callable[[Axes], None], inches: tuple[float, float]) -> str:
         axes = Figure(figsize=inches).add_subplot()
         paint(axes)
-        kept.append(axes)
+        all_axes.append(axes)
         return description
 
     monkeypatch.setattr(plots, "draw", keep)
 
     def call(figure: Callable[..., object], *arguments: object) -> Axes:
         figure(*arguments, "id")
-        return kept[-1]
+        return all_axes[-1]
 
     return call
 
@@ -38,7 +38,7 @@ def lines(axes: Axes) -> dict[str, list[tuple[float, float]]]:
     return {str(line.get_label()): list(zip(*line.get_data(), strict=True)) for line in axes.lines}  # type: ignore[arg-type]  # data of lines are pairs of sequences
 
 
-def test_speed_is_drawn_as_it_was_measured(record, drawn):
+def test_draws_measured_speeds(record, drawn):
     record = record_of(record)
     (rows,) = speed_groups(record.speed)
     axes = drawn(plots.speed_figure, rows, record)
@@ -85,7 +85,7 @@ def test_one_length_has_a_row_for_each_variant_with_the_fastest_on_top(record, d
     assert axes.get_xlabel() == "speed relative to exact attention at 128 tokens"
 
 
-def test_the_axis_of_ratios_holds_all_that_was_measured_and_at_least_what_is_near_exact(record, drawn):
+def test_the_axis_of_ratios_covers_all_values_and_one(record, drawn):
     row = record["speed"][0]
     slow, quick = (row | {"length": length, "ceiling": None, "spread": None} for length in (64, 128))
     near = drawn(plots.speed_figure, parts_of(Speed, row), record_of(record))
@@ -158,7 +158,7 @@ def test_a_long_name_is_cut_in_the_legend(record, drawn):
     assert label.get_text() == "a" * 39 + "…"
 
 
-def test_the_caption_says_what_is_shown_and_what_is_not(record):
+def test_the_caption_lists_shown_and_omitted_variants(record):
     record = record_of(record)
     task = record.quality[0]
     (_, caption) = plots.quality_figure(task, record.speed, record, "id") or ("", "")
@@ -167,16 +167,16 @@ def test_the_caption_says_what_is_shown_and_what_is_not(record):
         "The task's own inputs have fewer than 67 tokens."
     )
     row = record.speed[0]
-    for length, told in ((66, False), (67, True)):
+    for length, labelled in ((66, False), (67, True)):
         drawn = plots.quality_figure(task, [row.model_copy(update={"length": length})], record, "id")
         assert drawn is not None
-        assert ("own inputs" in drawn[1]) is told
+        assert ("own inputs" in drawn[1]) is labelled
 
 
 def test_every_colour_belongs_to_a_mechanism_and_can_be_seen_on_white_and_on_black():
-    own = {name: kind.colour for name, kind in MECHANISMS.items() if kind.colour}
-    assert plots._facts("colour") == own
-    every = [*own.values(), *plots._OTHER_COLOURS]
+    colours = {name: kind.colour for name, kind in MECHANISMS.items() if kind.colour}
+    assert plots._facts("colour") == colours
+    every = [*colours.values(), *plots._OTHER_COLOURS]
     # Exact attention has two names.
     assert len(set(every)) == len(every) - 1
     for colour in every:
@@ -187,7 +187,7 @@ def test_every_colour_belongs_to_a_mechanism_and_can_be_seen_on_white_and_on_bla
         assert (luminance + 0.05) / 0.05 > 2.9
 
 
-def test_less_is_better_points_up_and_a_score_that_is_no_fraction_is_not_in_points(record, drawn):
+def test_lower_is_better_points_up_and_other_scores_keep_their_units(record, drawn):
     record = record_of(record)
     (rows,) = speed_groups(record.speed)
     units = {"metric": "bits_per_byte", "fraction": False, "lower_is_better": True}
@@ -198,7 +198,7 @@ def test_less_is_better_points_up_and_a_score_that_is_no_fraction_is_not_in_poin
     assert axes.get_yscale() == "linear"
 
 
-def test_without_both_a_quality_and_a_speed_there_is_no_drawing(record):
+def test_draws_nothing_without_both_quality_and_speed(record):
     record = record_of(record)
     (rows,) = speed_groups(record.speed)
     others = [entry.model_copy(update={"name": "x"}) for entry in record.quality[0].variants]
@@ -206,7 +206,7 @@ def test_without_both_a_quality_and_a_speed_there_is_no_drawing(record):
     assert plots.quality_figure(task, rows, record, "id") is None
 
 
-def test_variants_of_one_mechanism_share_a_colour_and_not_a_marker(record):
+def test_variants_of_one_mechanism_share_a_colour_but_no_marker(record):
     layers = [{"layer": 0, "mechanism": "sdpa", "settings": {}}] * 3
     layers += [{"layer": 3, "mechanism": "local", "settings": {}}]
     variants = [{"name": name, "layers": layers} for name in ("a", "b")]

@@ -62,7 +62,7 @@ def page(files) -> Page:
     return Page(files["index.html"])
 
 
-def test_the_files_are_those_that_are_named(record, tmp_path):
+def test_writes_exactly_the_documented_files(record, tmp_path):
     (tmp_path / "deep" / "report").mkdir(parents=True)
     (tmp_path / "deep" / "report" / "index.html").write_text('older <meta name="generator" content="approx">')
     written = write_report([record_of(record | {"speed": []})], tmp_path / "deep" / "report")
@@ -73,7 +73,7 @@ def test_the_files_are_those_that_are_named(record, tmp_path):
 
 @pytest.mark.parametrize("name", ["index.html", "report.md", "quality.csv"])
 @pytest.mark.sample(1)
-def test_files_that_are_not_of_a_report_are_replaced_only_by_force(record, tmp_path, name):
+def test_replaces_foreign_files_only_with_force(record, tmp_path, name):
     (tmp_path / name).write_text("mine")
     with pytest.raises(ApproxError, match="is not of a report") as refused:
         write_report([record_of(record)], tmp_path)
@@ -83,7 +83,7 @@ def test_files_that_are_not_of_a_report_are_replaced_only_by_force(record, tmp_p
     assert (tmp_path / name).read_text("utf-8") != "mine"
 
 
-def test_the_record_beside_the_page_is_the_record(record, tmp_path, files):
+def test_the_record_next_to_the_page_equals_the_record(record, tmp_path, files):
     (tmp_path / "report.json").write_text(files["report.json"], "utf-8")
     assert records.load(tmp_path / "report.json") == record_of(record)
 
@@ -112,7 +112,7 @@ def test_a_users_own_matplotlib_settings_change_nothing(record, tmp_path, files)
         assert report(record, tmp_path / "again") == files
 
 
-def test_the_page_needs_nothing_else(page, files):
+def test_the_page_loads_nothing_else(page, files):
     assert "script" not in [tag for tag, _ in page.tags]
     for tag, attributes in page.tags:
         assert tag not in ("link", "iframe", "object", "embed", "base", "form"), tag
@@ -135,7 +135,7 @@ def test_the_page_is_well_formed_and_its_ids_are_unique(page):
                 assert (attributes[name] or "").removeprefix("#") in known
 
 
-def test_figures_say_what_they_show(page):
+def test_figures_have_descriptions(page):
     drawings = [attributes for tag, attributes in page.tags if tag == "svg"]
     assert len(drawings) == 3
     assert all(attributes["role"] == "img" and len(attributes["aria-label"] or "") > 40 for attributes in drawings)
@@ -180,11 +180,11 @@ def test_the_notice_is_shown(page, files, record, tmp_path):
         "approx run recipes/sample.yaml --title '<b>'",
     ],
 )
-def test_the_page_says_what_was_measured(page, fact):
+def test_the_page_describes_the_measurements(page, fact):
     assert fact in page.text
 
 
-def test_the_markdown_is_the_golden_one(files):
+def test_the_markdown_equals_the_stored_one(files):
     # After an intended change of the report, review the new text and replace the golden file.
     assert files["report.md"] == (HERE / "report.golden.md").read_text("utf-8")
 
@@ -202,7 +202,7 @@ def test_tables_of_the_markdown_have_as_many_cells_in_every_row(files):
     assert tables == 6
 
 
-def test_what_was_not_measured_is_said(record, tmp_path):
+def test_names_missing_measurements(record, tmp_path):
     bare = report(record | {"quality": [], "speed": [], "crossover": [], "recipe": None}, tmp_path / "bare")
     for text in (Page(bare["index.html"]).text, bare["report.md"]):
         assert "Quality was not measured." in text
@@ -217,21 +217,21 @@ def test_a_row_without_ceiling_and_one_length_still_make_a_figure(record, tmp_pa
     assert "ceiling: attention removed" not in shown
 
 
-def test_a_crowded_machine_is_confessed(record, tmp_path):
+def test_reports_a_busy_machine(record, tmp_path):
     record["speed"][0]["crowded"] = True
     assert "Other programs used this machine's cores" in report(record, tmp_path / "c")["index.html"]
 
 
-def test_what_ran_in_plain_pytorch_is_said(record, tmp_path):
+def test_names_ops_that_ran_in_plain_pytorch(record, tmp_path):
     before = report(record, tmp_path / "before")["report.md"]
     assert "plain PyTorch" not in before
     assert "ran in" not in before
     for row in record["speed"][1:4]:
         row["variants"][0]["chosen"] = {"cluster_queries": "cpu", "topk_attention": "reference"}
-    told = ": improved-clustered 25 (topk_attention, 512–2,048 tokens)."
+    advice = ": improved-clustered 25 (topk_attention, 512–2,048 tokens)."
     shown = report(record, tmp_path / "after")
-    assert told in Page(shown["index.html"]).text
-    assert told.replace("_", "\\_") in shown["report.md"]
+    assert advice in Page(shown["index.html"]).text
+    assert advice.replace("_", "\\_") in shown["report.md"]
     assert "| ran in |" in shown["report.md"]
     lines = list(csv.DictReader(shown["speed.csv"].splitlines()))
     assert {line["chosen"] for line in lines} == {"", "cluster_queries cpu, topk_attention plain PyTorch"}
@@ -240,7 +240,7 @@ def test_what_ran_in_plain_pytorch_is_said(record, tmp_path):
     assert "plain PyTorch" not in report(record, tmp_path / "fast")["report.md"]
 
 
-def test_records_of_different_machines_have_figures_of_their_own(record, tmp_path):
+def test_records_of_different_machines_have_separate_figures(record, tmp_path):
     other = json.loads(json.dumps(record))
     other |= {"title": "Another machine", "speed": record["speed"][:2]}
     other["environment"]["processor"] = "Another Processor"
@@ -254,7 +254,7 @@ def test_records_of_different_machines_have_figures_of_their_own(record, tmp_pat
     assert len(list(csv.DictReader((tmp_path / "speed.csv").open()))) == 5 * 6 + 2 * 6
 
 
-def test_different_settings_of_one_machine_have_figures_of_their_own(record, tmp_path):
+def test_different_settings_of_one_machine_have_separate_figures(record, tmp_path):
     record["speed"] += [row | {"batch": 8} for row in record["speed"]]
     shown = report(record, tmp_path / "b")["index.html"]
     assert shown.count("Speed relative to exact attention against length") == 2
@@ -270,7 +270,7 @@ def test_no_records_and_no_folder_are_refused(record, tmp_path):
     assert caught.value.exit_code == Exit.UNAVAILABLE
 
 
-def test_a_score_that_is_no_fraction_keeps_its_own_units(record, tmp_path):
+def test_a_score_outside_zero_to_one_keeps_its_units(record, tmp_path):
     task, (entry, *_) = record["quality"][0], record["quality"][0]["variants"]
     entry |= {"scores": {"bits_per_byte": 1.584}, "difference": 0.35, "interval": [0.31, 0.39], "slices": []}
     entry |= {"margin": 0.01, "verdict": "loss beyond margin"}
@@ -287,7 +287,7 @@ def test_a_score_that_is_no_fraction_keeps_its_own_units(record, tmp_path):
     assert "158" not in text.split("## Speed")[0]
 
 
-def test_scores_of_one_split_read_to_several_lengths_are_told_apart(record, tmp_path):
+def test_scores_of_one_split_at_several_lengths_have_labels(record, tmp_path):
     task = record["quality"][0]
     record["quality"] = [{**task, "notes": [f"read to {length} tokens"]} for length in ("512", "1,024")]
     text = report(record, tmp_path)["report.md"]

@@ -24,7 +24,7 @@ def measured(record) -> dict:
 
 
 @pytest.mark.parametrize(("longest", "warned"), [(100, True), (511, True), (512, True), (513, False), (4000, False)])
-def test_speed_at_lengths_that_quality_was_not_measured_at_is_told(measured, longest, warned):
+def test_warns_of_speeds_at_lengths_without_quality(measured, longest, warned):
     (task,) = measured["quality"]
     for entry in task["variants"]:
         entry["slices"] = [{"from": 0, "to": longest, "examples": 10, "base": 0.9, "converted": 0.9}]
@@ -40,7 +40,7 @@ def test_speed_at_lengths_that_quality_was_not_measured_at_is_told(measured, lon
     ("verdict", "tone"),
     [("no loss", "good"), ("loss within margin", "even"), ("loss beyond margin", "bad"), ("inconclusive", "even")],
 )
-def test_a_loss_looks_like_what_it_is(measured, verdict, tone):
+def test_a_loss_has_the_tone_of_its_verdict(measured, verdict, tone):
     (task,) = measured["quality"]
     entry = task["variants"][0]
     entry["verdict"] = verdict
@@ -57,7 +57,7 @@ def test_a_loss_looks_like_what_it_is(measured, verdict, tone):
         ([0.45, 0.6], "slower", "bad"),
     ],
 )
-def test_a_speed_looks_like_what_it_is_and_is_that_of_the_longest_row(measured, interval, verdict, tone):
+def test_shows_the_speed_of_the_longest_row_in_the_tone_of_its_verdict(measured, interval, verdict, tone):
     name = measured["speed"][-1]["variants"][0]["name"]
     measured["speed"][-1]["variants"][0] |= {"ratio": 1.5, "interval": interval, "verdict": verdict}
     (answer,) = (answer for answer in answers(record_of(measured)) if answer.name == name)
@@ -105,12 +105,12 @@ def test_the_longest_input_is_known_where_slices_are_by_length_or_tokens_were_co
     assert longest_input(part_of(Quality, **task | {"sliced_by": "position", "tokens": {"longest": 511}})) == 512
 
 
-def test_nothing_is_warned_of_where_the_inputs_of_a_task_are_not_known(measured):
+def test_does_not_warn_if_input_lengths_are_unknown(measured):
     measured["quality"] += [measured["quality"][0] | {"task": "other", "sliced_by": "position"}]
     assert "is unknown" not in said(measured, "improved-clustered 25")
 
 
-def test_notes_stand_only_where_a_split_was_scored_more_than_once(measured):
+def test_adds_notes_only_to_splits_with_several_scores(measured):
     (task,) = measured["quality"]
     task["notes"] = ["read to 512 tokens"]
     assert "on glue/sst2 (dev): " in said(measured, "linear")

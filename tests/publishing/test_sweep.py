@@ -83,7 +83,7 @@ def test_the_smallest_loss_comes_first_and_of_the_same_loss_the_fastest():
     assert table.columns[-1] == "×, 512 tokens"
 
 
-def test_seeds_come_to_a_mean_and_its_spread_and_failures_are_listed():
+def test_shows_mean_and_spread_over_seeds_and_lists_failures():
     made = results_of(
         cell("evaluate", "a", difference=-0.1, seed=0),
         cell("evaluate", "a", difference=-0.3, seed=1),
@@ -101,7 +101,7 @@ def test_seeds_come_to_a_mean_and_its_spread_and_failures_are_listed():
     assert sweep.comma_separated(made).splitlines()[0].startswith("checkpoint,plan,task,split,metric")
 
 
-def test_a_sweep_keeps_all_that_was_measured_of_a_plan():
+def test_a_sweep_keeps_all_measurements_of_a_plan():
     lost = failed("bench", "b", "why", exit_code=4)
     cells = [cell("convert", "a"), cell("evaluate", "a", difference=-0.1, seed=3), lost, cell("bench", "a")]
     made = collect(cells, {"a": {"topk": 32}, "b": {"topk": 64}})
@@ -166,7 +166,7 @@ def test_every_column_of_the_table_and_of_its_csv_holds_its_own_figure():
     assert sweep.markdown("T", "N", made).startswith("# T\n\n*N*\n\nbase; glue/sst2, dev: ")
 
 
-def test_a_score_that_is_no_fraction_keeps_its_units_and_less_of_it_is_the_smaller_loss():
+def test_a_lower_is_better_score_keeps_its_units_and_direction():
     cells = [cell("evaluate", "more", difference=0.25), cell("evaluate", "less", difference=-0.25)]
     for one in cells:
         task_of(one).fraction, task_of(one).lower_is_better = False, True
@@ -184,7 +184,7 @@ def test_verdicts_that_differ_between_seeds_are_counted():
     assert table.rows[0][3:] == ["0.00", "3", "", "inconclusive (2 of 3), no loss (1 of 3)"]
 
 
-def test_columns_of_speed_say_in_what_they_differ():
+def test_headings_of_speed_columns_name_their_differences():
     def columns(**change: object) -> list[str]:
         cells = [cell("bench", "a"), cell("bench", "a")]
         for name, value in change.items():
@@ -202,7 +202,7 @@ def test_columns_of_speed_say_in_what_they_differ():
 @pytest.mark.parametrize(
     ("change", "shown"), [({"status": "out of memory", "ratio": None}, "out of memory"), ({}, "1.00×")]
 )
-def test_a_speed_that_is_missing_says_why_and_the_plan_stays_in_the_table(change, shown):
+def test_a_missing_speed_has_a_reason_and_its_plan_stays(change, shown):
     one = cell("bench", "a")
     for name, value in change.items():
         setattr(row_of(one).variants[0], name, value)
@@ -210,7 +210,7 @@ def test_a_speed_that_is_missing_says_why_and_the_plan_stays_in_the_table(change
     assert table.rows == [["a", shown]]
 
 
-def test_what_was_scored_on_other_examples_or_another_checkpoint_has_a_table_of_its_own():
+def test_other_examples_or_checkpoints_have_a_separate_table():
     cells = [cell("evaluate", "a"), cell("evaluate", "b"), replace(cell("evaluate", "a"), checkpoint="large")]
     task_of(cells[1]).examples = 20
     tables = sweep.layout(results_of(*cells))
@@ -221,7 +221,7 @@ def test_what_was_scored_on_other_examples_or_another_checkpoint_has_a_table_of_
     ]
 
 
-def test_a_machine_is_told_by_what_is_known_of_it():
+def test_describes_a_machine_by_its_known_parts():
     place = {"gpu": "A GPU", "processor": None, "threads": 1, "torch": "2.13.0"}
     assert sweep.machine_words(place) == "A GPU, 1 thread, torch 2.13.0"
 

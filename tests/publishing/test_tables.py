@@ -64,7 +64,7 @@ def test_chance_has_a_row_and_a_model_at_chance_is_marked(record):
     assert table["rows"][0]["verdict"] == "inconclusive, at chance"
 
 
-def test_a_score_that_is_no_fraction_is_in_its_own_units_in_every_cell(record):
+def test_a_score_outside_zero_to_one_keeps_its_units_in_every_cell(record):
     task = record["quality"][0] | {"metric": "accuracy_loss", "fraction": False, "lower_is_better": True}
     task["base"] = {"scores": {"accuracy_loss": 1.5}, "interval": [1.25, 1.75]}
     task["variants"] = [task["variants"][1] | {"scores": {"accuracy_loss": 1.4966}, "seeds": DRAWN | {"mean": 1.4966}}]
@@ -80,7 +80,7 @@ def test_a_score_that_is_no_fraction_is_in_its_own_units_in_every_cell(record):
     assert [(part["base"], part["converted"]) for part in table["slices"]] == [("0.920", "0.918"), ("0.885", "0.880")]
 
 
-def test_slices_are_told_from_their_first_length_to_their_last(record):
+def test_slices_show_first_and_last_length(record):
     assert quality_table(part_of(Quality, **record["quality"][0]))["slices"][:2] == [
         {
             "name": "improved-clustered 25",
@@ -99,7 +99,7 @@ def test_slices_are_told_from_their_first_length_to_their_last(record):
     ]
 
 
-def test_what_seeds_change_has_a_row_of_its_own(record):
+def test_variation_over_seeds_has_a_separate_row(record):
     task = record["quality"][0]
     for entry, seeds in zip(task["variants"], (DRAWN, FIXED, None, None), strict=True):
         entry["seeds"] = seeds
@@ -126,7 +126,7 @@ def test_a_p_value_is_rounded_but_never_to_zero(record, value, shown):
     assert not table["adjusted"]
 
 
-def test_without_variants_a_table_of_quality_still_says_what_it_is_of(record):
+def test_a_table_of_quality_without_variants_has_its_title(record):
     table = quality_table(part_of(Quality, **record["quality"][0] | {"variants": []}))
     assert (table["confidence"], table["rows"], table["slices"], table["adjusted"]) == ("95 %", [], [], False)
 
@@ -185,7 +185,7 @@ def test_every_standing_has_words_and_a_tone_of_its_own(record):
     assert missing == {"ratio": "–", "interval": None, "share": None, "verdict": "not measured", "tone": "even"}
 
 
-def test_what_ran_in_plain_pytorch_is_told_by_variant_in_their_order_then_by_op(record):
+def test_lists_ops_in_plain_pytorch_by_variant_then_by_op(record):
     first, second = record["speed"][0]["variants"][:2]
     first["chosen"] = {"topk_attention": "tiles", "cluster_queries": "reference"}
     second["chosen"] = {"cluster_queries": "reference", "topk_attention": "cpu"}
@@ -196,7 +196,7 @@ def test_what_ran_in_plain_pytorch_is_told_by_variant_in_their_order_then_by_op(
     ]
 
 
-def test_layers_with_some_heads_converted_are_a_line_of_their_own():
+def test_partly_converted_layers_have_a_separate_line():
     layers = [{"layer": 0, "mechanism": "linear", "settings": {}, "heads": "0–3"}]
     layers += [{"layer": layer, "mechanism": "linear", "settings": {}} for layer in (1, 2)]
     assert plan_lines(part_of(Variant, layers=layers)) == [

@@ -37,7 +37,7 @@ def test_every_file_says_that_it_was_not_tested(untested, tmp_path):
     assert f"| {VERDICT} | 5 % of inputs, 1 % of pairs |" in text
 
 
-def test_neither_its_figure_nor_its_colour_praises_it(untested):
+def test_figure_and_colour_are_neutral(untested):
     made = record_of(untested)
     (table, _), (answer, other, *_) = map(quality_table, made.quality), answers(made)
     assert [row["tone"] for row in table["rows"]] == ["even", "even", "bad", "even"]

@@ -12,7 +12,7 @@ from approx_kernels.dispatch import implementation
 from typed import part_of, parts_of, record_of
 
 
-def test_plain_pytorch_is_what_the_kernels_call_so():
+def test_plain_pytorch_has_the_name_that_the_kernels_use():
     assert wording.PLAIN == implementation.PLAIN
 
 
@@ -90,7 +90,7 @@ def test_a_difference_in_words(difference: float, interval: list[float] | None, 
     )
 
 
-def test_a_difference_of_a_score_that_is_no_fraction_is_told_in_its_own_units():
+def test_a_difference_of_other_scores_keeps_their_units():
     base = {"scores": {"bits_per_byte": 1.0}, "interval": None}
     task = part_of(Quality, metric="bits_per_byte", fraction=False, lower_is_better=True, base=base)
     worse = {"difference": 0.0213, "interval": [0.0113, 0.0313], "margin": 0.01, "verdict": "loss beyond margin"}
@@ -118,25 +118,25 @@ def test_a_difference_of_a_score_that_is_no_fraction_is_told_in_its_own_units():
         ("not tested: exact on all of these inputs", "not tested: exact on all of these inputs"),
     ],
 )
-def test_a_verdict_is_told_with_its_margin(verdict: str, said: str):
+def test_a_verdict_shows_its_margin(verdict: str, said: str):
     entry = part_of(QualityVariant, verdict=verdict, margin=0.005, needed_examples=250)
     assert wording.verdict(entry, part_of(Quality, metric="accuracy", examples=10)) == said
 
 
-def test_a_change_is_told_roughly_and_in_units_of_its_task():
+def test_a_change_is_rounded_and_in_units_of_its_task():
     assert wording.change(part_of(QualityVariant, difference=-0.0034), part_of(Quality, metric="accuracy")) == "−0.3"
     assert wording.units(part_of(Quality, metric="exact_match")) == "points of exact match"
 
 
-def test_what_a_score_stands_on_is_told_with_what_must_be_known_of_it():
+def test_describes_the_examples_of_a_score():
     assert wording.share_of_examples(part_of(Quality, examples=1000)) == "1,000 examples"
-    told = part_of(Quality, examples=1000, subset=True, truncated=1200, notes=["read to 512 tokens", "no titles"])
-    assert wording.share_of_examples(told) == (
+    text = part_of(Quality, examples=1000, subset=True, truncated=1200, notes=["read to 512 tokens", "no titles"])
+    assert wording.share_of_examples(text) == (
         "1,000 examples, a subset, 1,200 of them truncated; read to 512 tokens; no titles"
     )
 
 
-def test_implementations_are_told_by_op_and_those_in_pytorch_alike():
+def test_lists_implementations_by_op():
     chosen = {"topk_attention": "tiles", "cluster_queries": "cpu", "lsh_attention": "reference"}
     assert wording.implementations(part_of(Timing, chosen=chosen)) == (
         "cluster_queries cpu, lsh_attention plain PyTorch, topk_attention plain PyTorch"
@@ -159,7 +159,7 @@ def row(length: int = 128, base: str = "ok", **entry) -> Speed:
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("measured", "expected"),
     [
         (row(), "faster"),
         # Verdicts of older records are made again from their figures.
@@ -174,8 +174,8 @@ def row(length: int = 128, base: str = "ok", **entry) -> Speed:
         (row(ratio=None, interval=None), "not measured"),
     ],
 )
-def test_standing(given: Speed, expected: str):
-    assert standing(given, given.variants[0]) == expected
+def test_standing(measured: Speed, expected: str):
+    assert standing(measured, measured.variants[0]) == expected
 
 
 def test_it_pays_from_where_it_stays_better():
@@ -188,7 +188,7 @@ def test_it_pays_from_where_it_stays_better():
     assert worthwhile_from([row(128, **busy)], "v") is None
 
 
-def test_groups_hold_what_differs_in_length_alone(record):
+def test_groups_rows_that_differ_only_in_length(record):
     mixed = [record["speed"][1], record["speed"][0], record["speed"][0] | {"threads": 1}]
     groups = speed_groups(parts_of(Speed, *mixed))
     assert [[(row.threads, row.length) for row in rows] for rows in groups] == [[(2, 128), (2, 512)], [(1, 128)]]
@@ -224,14 +224,14 @@ def test_a_mechanism_keeps_its_colour(record):
     }
 
 
-def test_layers_of_a_plan_are_put_together(record):
+def test_merges_adjacent_layers_of_a_plan(record):
     assert plan_lines(part_of(Variant, **record["variants"][0])) == [
         {"layers": "0–4", "mechanism": "improved-clustered", "settings": "clusters = 25, topk = 32"},
         {"layers": "5", "mechanism": "sdpa", "settings": "–"},
     ]
 
 
-def test_examples_that_would_settle_a_verdict_are_told_in_groups_of_the_same_size():
+def test_shows_needed_examples_in_groups_of_equal_size():
     entry, task = part_of(QualityVariant, needed_examples=1200), part_of(Quality, examples=300, groups=20)
     assert wording.needed(entry, part_of(Quality, examples=300)) == "about 1,200 examples"
     assert wording.needed(entry, task) == "about 1,200 examples of 80 groups"

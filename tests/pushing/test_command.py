@@ -15,7 +15,7 @@ def call(*words, **more):
     return CliRunner().invoke(app, ["push", *map(str, words)], **more)
 
 
-def test_it_shows_files_and_card_and_uploads_after_a_yes(converted, hub):
+def test_shows_files_and_card_and_uploads_after_a_yes(converted, hub):
     answer = call(converted, "ada/m", input="n\n")
     assert answer.exit_code == 8
     for words in (
@@ -48,13 +48,13 @@ def test_without_an_answer_nothing_is_uploaded(converted, hub):
     ("words", "said"),
     [(("-o", "x"), "--output has an effect only with --dry-run"), (("--offline",), "a push needs the hub")],
 )
-def test_options_that_do_nothing_are_refused(converted, words, said):
+def test_refuses_options_without_effect(converted, words, said):
     answer = call(converted, "ada/m", *words)
     assert answer.exit_code == 2
     assert said in answer.stderr
 
 
-def test_a_hub_that_repeats_the_token_does_not_make_us_repeat_it(converted, hub, tmp_path):
+def test_never_prints_a_token_that_the_hub_echoes(converted, hub, tmp_path):
     hub.faults = [Fault("/commit/", 400, message=f"Bearer {TOKEN} is not liked")]
     answer = call(converted, "ada/m", "--yes", "--message", f"with {TOKEN}")
     assert answer.exit_code == 2

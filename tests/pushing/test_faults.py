@@ -85,7 +85,7 @@ def test_a_slow_hub_that_fails_now_and_then_is_waited_for(converted, hub):
     assert api.push(converted, "ada/m")["uploaded"]
 
 
-def test_an_answer_that_is_lost_is_found_by_the_next_run(converted, hub):
+def test_the_next_run_recognises_a_commit_whose_answer_was_lost(converted, hub):
     hub.faults = [Fault("/commit/", after=True, times=1)]
     with pytest.raises(ApproxError, match="cannot be reached or breaks off"):
         api.push(converted, "ada/m")
@@ -113,7 +113,7 @@ def test_a_hub_without_xet_names_the_variable(converted, hub, monkeypatch):
         api.push(converted, "ada/m")
 
 
-def test_no_token_no_network_and_offline_mode_are_told(converted, hub, at, monkeypatch):
+def test_names_missing_token_network_and_offline_mode(converted, hub, at, monkeypatch):
     at(hub.endpoint, token=None)
     with pytest.raises(ApproxError, match=r"there is none.*hf auth login.*HF_TOKEN"):
         api.push(converted, "ada/m")

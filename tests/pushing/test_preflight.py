@@ -16,7 +16,7 @@ from approx.checkpoints.manifest import MANIFEST, check_seal, seal
 from approx.errors import ApproxError, Exit
 from approx.pushing import privacy
 from approx.pushing.folder import check
-from approx.pushing.remote import told_by_the_hub
+from approx.pushing.remote import licence_from_hub
 
 from .conftest import Place
 
@@ -94,23 +94,23 @@ def test_a_dry_run_writes_the_whole_folder_and_it_loads(folder, records):
     assert api.push(dry, "ada/m", dry_run=folder.with_name("again"), offline=True)["files"]
 
 
-def test_a_chat_template_of_its_own_is_pushed(folder):
+def test_pushes_a_separate_chat_template(folder):
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}", encoding="utf-8")
     assert "chat_template.jinja" in api.push(folder, "ada/m", dry_run=folder.with_name("dry"), offline=True)["files"]
 
 
-def test_code_of_the_base_that_is_pushed_too_is_named(folder, monkeypatch):
+def test_names_code_of_the_base_that_is_pushed(folder, monkeypatch):
     monkeypatch.setattr("approx.pushing.folder.carried", lambda config: ["tokenization_own.py"])
     assert any("tokenization_own.py" in note for note in check(folder).notes)
 
 
-def test_a_hub_that_breaks_off_while_the_licence_is_read_is_said_so(monkeypatch):
+def test_reports_a_hub_that_breaks_off_while_the_licence_is_read(monkeypatch):
     def break_off(*arguments, **settings):
         raise ConnectionError("reset")
 
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", break_off)
     with pytest.raises(ApproxError, match=r"^Reading the licence of the base"):
-        told_by_the_hub("ada/base", public=False)
+        licence_from_hub("ada/base", public=False)
 
 
 def test_a_dry_run_replaces_a_folder_only_with_force_and_never_its_own(folder):
@@ -127,7 +127,7 @@ def test_a_dry_run_replaces_a_folder_only_with_force_and_never_its_own(folder):
     assert sorted(folder.rglob("*")) == before
 
 
-def test_a_dry_run_says_the_steps(folder):
+def test_a_dry_run_reports_its_steps(folder):
     said = []
     api.push(folder, "ada/m", dry_run=folder.with_name("dry"), offline=True, progress=lambda *step: said.append(step))
     assert said == [("push: checking the folder", 0, 2), ("push: writing", 1, 2)]
@@ -181,7 +181,7 @@ def test_secrets_and_paths_are_refused_by_file_and_line_and_secrets_are_not_repe
         ("task-specific-and-long-words-with-risk-management-of-all", None),
     ],
 )
-def test_what_is_private_is_found(tmp_path, monkeypatch, text, found):
+def test_finds_private_data(tmp_path, monkeypatch, text, found):
     monkeypatch.setenv("MY_SECRET", "correct horse")
     monkeypatch.setattr(privacy.getpass, "getuser", lambda: "mallory")
     here = privacy.private_here()
@@ -244,14 +244,14 @@ def test_finds_nothing_in_real_vocabularies(shared_data):
     assert found == []
 
 
-def test_a_name_that_is_in_the_model_id_is_public_anyway(tmp_path, monkeypatch):
+def test_a_name_in_the_model_id_is_public(tmp_path, monkeypatch):
     monkeypatch.setattr(privacy.getpass, "getuser", lambda: "mallory")
     file = tmp_path / "README.md"
     file.write_text("by mallory")
     assert privacy.findings(file, "README.md", privacy.private_here(), "mallory/m") == []
 
 
-def test_places_that_transformers_notes_are_left_out(folder):
+def test_removes_paths_that_transformers_stores(folder):
     changed_json(
         folder, "tokenizer_config.json", name_or_path=HOME + "/ada/bert", tokenizer_file=HOME + "/ada/tokenizer.json"
     )
@@ -273,12 +273,12 @@ def test_a_record_that_is_damaged_is_refused(folder, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["m", "a/b/c", "a/b c", "-a/b"])
-def test_a_name_that_no_repository_can_have_is_refused(folder, name):
+def test_rejects_invalid_repository_names(folder, name):
     with pytest.raises(ApproxError, match=r"not the name of a repository.*The form is owner/name"):
         api.push(folder, name, dry_run=folder.with_name("dry"), offline=True)
 
 
-def test_a_public_repository_has_to_be_meant(converted, hub):
+def test_requires_public_for_a_public_repository(converted, hub):
     api.push(converted, "ada/m", public=True)
     assert not hub.repos["ada/m"].private
     with pytest.raises(ApproxError, match="exists and is public"):
@@ -355,7 +355,7 @@ def test_a_gated_base_is_not_made_public(from_hub, hub):
     assert hub.uploads() == []
 
 
-def test_a_gated_base_whose_card_cannot_be_read_is_told(from_hub, hub):
+def test_reports_a_gated_base_whose_card_cannot_be_read(from_hub, hub):
     from hub_state import Fault
 
     hub.create("owner/base", private=False)
@@ -364,6 +364,6 @@ def test_a_gated_base_whose_card_cannot_be_read_is_told(from_hub, hub):
         api.push(from_hub, "ada/m")
 
 
-def test_without_a_licence_that_is_noted(from_hub):
+def test_notes_a_missing_licence(from_hub):
     done = api.push(from_hub, "ada/m", dry_run=from_hub.with_name("dry"), offline=True)
     assert "No licence is known" in done["notes"][0]

@@ -56,7 +56,7 @@ def found_in(tmp_path, text, name="some.json", here=NOTHING, known=""):
 
 
 @pytest.mark.parametrize("secret", FORMS)
-def test_secrets_are_known_by_their_form(tmp_path, secret):
+def test_recognises_secrets_by_their_form(tmp_path, secret):
     for text in (secret, f'{{"a": "{secret}"}}', f"by {secret}, since"):
         assert found_in(tmp_path, f"\n{text}") == ["some.json, line 2: a secret"]
     assert is_private(f"by {secret}", NOTHING)
@@ -86,7 +86,7 @@ def test_secrets_are_known_by_their_form(tmp_path, secret):
         "and/or/both",
     ],
 )
-def test_what_only_looks_like_a_secret_or_a_path_is_none(tmp_path, text):
+def test_ignores_texts_that_resemble_secrets_or_paths(tmp_path, text):
     assert found_in(tmp_path, text) == []
     assert not is_private(text, NOTHING)
 
@@ -119,7 +119,7 @@ def test_a_vocabulary_may_hold_any_word_but_no_secret(tmp_path, name):
         ("EDITOR", False),
     ],
 )
-def test_values_of_variables_that_are_named_as_secrets_are_secret(monkeypatch, variable, secret):
+def test_values_of_secret_variables_are_secrets(monkeypatch, variable, secret):
     monkeypatch.setenv(variable, "12345678")
     assert ("12345678" in private_here().secrets) is secret
     # What is shorter may be a word.
@@ -227,7 +227,7 @@ def test_secrets_of_this_machine_are_found_in_any_disguise(tmp_path):
 
 
 @pytest.mark.parametrize("key", ["command", "argv", "cmd"])
-def test_typed_commands_are_found_at_any_depth_and_go(tmp_path, key):
+def test_finds_and_removes_typed_commands_at_any_depth(tmp_path, key):
     data = {"a": [{key: "approx convert x"}], "b": {key: 3}, "c": {key: ""}}
     assert found_in(tmp_path, json.dumps(data)) == ["some.json, line 1: the typed command approx convert x"]
     assert scrubbed(data, NOTHING) == {"a": [{key: ""}], "b": {key: 3}, "c": {key: ""}}
@@ -238,11 +238,11 @@ def test_typed_commands_are_found_at_any_depth_and_go(tmp_path, key):
 @pytest.mark.parametrize(
     "key", ["_name_or_path", "name_or_path", "tokenizer_file", "vocab_file", "merges_file", "special_tokens_map_file"]
 )
-def test_origins_are_left_out_where_they_are_places_here(key):
+def test_removes_origins_that_are_local_paths(key):
     for place in ("/data/bert", "~/bert", "./bert", "../bert", "C:/Users/ada/bert"):
         assert without_origins({key: place, "a": place}) == {"a": place}
-    for kept in ({key: "owner/bert"}, {key: None}, {key: 3}, [key], "text", None):
-        assert without_origins(kept) == kept
+    for harmless in ({key: "owner/bert"}, {key: None}, {key: 3}, [key], "text", None):
+        assert without_origins(harmless) == harmless
 
 
 def test_names_are_found_as_words_only(tmp_path):

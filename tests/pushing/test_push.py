@@ -16,7 +16,7 @@ from approx.pushing import push as pushing
 from .conftest import Place
 
 
-def test_a_push_arrives_whole_and_a_second_one_uploads_nothing(converted, place):
+def test_uploads_everything_once_and_nothing_the_second_time(converted, place):
     done = api.push(converted, place.repo)
     assert not done["identical"]
     assert done["check"].startswith("largest difference 0.0e+00")
@@ -109,7 +109,7 @@ def test_it_says_what_it_would_do_before_it_does_it(converted, other, hub):
     assert second.left == []
 
 
-def test_the_message_is_that_of_the_commits(converted, hub):
+def test_uses_the_message_for_the_commits(converted, hub):
     api.push(converted, "ada/m", message="My words")
     assert hub.repos["ada/m"].messages[1] == "My words"
     assert hub.repos["ada/m"].messages[2].startswith("My words: the card pins ")
@@ -131,7 +131,7 @@ def test_a_pull_request_is_opened_once(converted, other, place):
     assert again["url"] == done["pull_request"]
 
 
-def test_what_was_edited_on_the_hub_is_not_written_over(converted, place):
+def test_does_not_overwrite_edits_on_the_hub(converted, place):
     api.push(converted, place.repo)
     place.write("README.md", "---\nlicense: mit\n---\nEdited by hand")
     with pytest.raises(ApproxError, match=r"edited on the hub since it was pushed: README.md.*--force") as caught:
@@ -142,7 +142,7 @@ def test_what_was_edited_on_the_hub_is_not_written_over(converted, place):
     assert "Edited by hand" not in place.read("README.md")
 
 
-def test_a_change_during_the_push_is_not_written_over(converted, other, place):
+def test_does_not_overwrite_a_change_during_the_push(converted, other, place):
     api.push(converted, place.repo)
 
     def somebody_else(upload):
@@ -155,7 +155,7 @@ def test_a_change_during_the_push_is_not_written_over(converted, other, place):
     assert place.read("config.json") == "{}"
 
 
-def test_results_are_in_the_card_with_the_baseline_beside_each(converted, records, place):
+def test_the_card_shows_results_next_to_their_baselines(converted, records, place):
     api.push(converted, place.repo, records=records)
     card = ModelCard(place.read("README.md"))
     data = card.data.to_dict()
@@ -166,9 +166,9 @@ def test_results_are_in_the_card_with_the_baseline_beside_each(converted, record
     assert result["dataset"]["type"] == "nyu-mll/glue"
     assert (result["dataset"]["config"], result["dataset"]["split"]) == ("sst2", "validation")
     assert [one["name"] for one in result["metrics"]] == ["accuracy"]
-    told = json.loads(records[0].read_text())["quality"][0]
-    assert [one["value"] for one in result["metrics"]] == [told["variants"][0]["scores"]["accuracy"]]
-    assert f"| {told['variants'][0]['verdict']}" in card.text
+    task = json.loads(records[0].read_text())["quality"][0]
+    assert [one["value"] for one in result["metrics"]] == [task["variants"][0]["scores"]["accuracy"]]
+    assert f"| {task['variants'][0]['verdict']}" in card.text
     assert "| crossover |" in card.text
     assert "Its quality and speed were not measured" not in card.text
     for name in ("records/record-1.json", "records/record-2.json"):
@@ -217,7 +217,7 @@ def test_what_comes_back_is_compared(converted, other, hub, monkeypatch, change,
         return there
 
     monkeypatch.setattr(pushing.Remote, "download", tampered)
-    with pytest.raises(ApproxError, match=rf"downloaded again is not the same.*{said}.*--force") as caught:
+    with pytest.raises(ApproxError, match=rf"downloaded copy differs.*{said}.*--force") as caught:
         api.push(converted, "ada/m")
     assert caught.value.exit_code == Exit.VERIFICATION
 
@@ -288,7 +288,7 @@ def test_what_the_user_states_of_a_local_base_is_in_the_card(converted, hub, tmp
         ({"language": ["en", ""]}, "--language is ''"),
     ],
 )
-def test_what_no_card_may_say_is_refused_before_anything_else(said, wrong, tmp_path):
+def test_rejects_invalid_card_fields_first(said, wrong, tmp_path):
     with pytest.raises(ApproxError, match=wrong) as caught:
         api.push(tmp_path / "nowhere", "ada/m", **said)
     assert caught.value.exit_code == Exit.USAGE

@@ -73,9 +73,9 @@ def test_a_run_that_was_stopped_while_it_pushed_completes_it(study, hub, tmp_pat
         with pytest.raises(KeyboardInterrupt):
             run(asked, out, progress=interrupt)
     assert (out / "record.json").is_file()
-    told, outcomes = [], []
-    run(asked, out, resume=True, progress=lambda stage, *_: told.append(stage), pushed=outcomes.append)
-    assert not [stage for stage in told if stage.startswith(("convert to", "evaluate"))]
+    steps, outcomes = [], []
+    run(asked, out, resume=True, progress=lambda stage, *_: steps.append(stage), pushed=outcomes.append)
+    assert not [stage for stage in steps if stage.startswith(("convert to", "evaluate"))]
     assert outcomes[0]["check"].startswith("largest difference 0.0e+00")
     commits = hub.repos["ada/study"].commits
     assert commits[hub.repos["ada/study"].refs["main"]]["records/record-1.json"]
@@ -84,7 +84,7 @@ def test_a_run_that_was_stopped_while_it_pushed_completes_it(study, hub, tmp_pat
     assert sum(call.startswith("PUT /lfs/") for call in hub.calls) == 1
 
 
-def test_what_would_not_be_allowed_is_told_before_any_work(study, hub, tmp_path, monkeypatch):
+def test_reports_forbidden_pushes_before_any_work(study, hub, tmp_path, monkeypatch):
     def refused(push: str) -> tuple[str, Exit]:
         with pytest.raises(ApproxError) as caught:
             run(read(tmp_path, study + push), tmp_path / "run")

@@ -33,8 +33,8 @@ def variant(name: str, scores: dict[str, float], verdict: str = "no loss", **mor
 
 
 def quality(task: str = "glue/sst2", split: str = "dev", verdict: str = "no loss", **scores: Any) -> dict[str, Any]:
-    own = scores or {"accuracy": 0.875}
-    first = next(iter(own))
+    all_scores = scores or {"accuracy": 0.875}
+    first = next(iter(all_scores))
     return {
         "task": task,
         "split": split,
@@ -43,8 +43,11 @@ def quality(task: str = "glue/sst2", split: str = "dev", verdict: str = "no loss
         "truncated": 0,
         "metric": first,
         "outputs": None,
-        "base": {"scores": {name: round(value + 0.025, 4) for name, value in own.items()}, "interval": [0.8, 0.95]},
-        "variants": [variant("other", dict.fromkeys(own, 0.5)), variant("mine", own, verdict)],
+        "base": {
+            "scores": {name: round(value + 0.025, 4) for name, value in all_scores.items()},
+            "interval": [0.8, 0.95],
+        },
+        "variants": [variant("other", dict.fromkeys(all_scores, 0.5)), variant("mine", all_scores, verdict)],
     }
 
 
@@ -122,7 +125,7 @@ def read(
     return results_of([written(tmp_path / "r.json", quality, speed)], RECEIPT, pipeline)
 
 
-def test_the_scores_are_those_of_the_model_and_not_of_its_base(tmp_path):
+def test_lists_scores_of_the_model_and_not_of_its_base(tmp_path):
     made = read(tmp_path, [quality(accuracy=0.875, f1=0.75)])
     assert [(one.metric_type, one.metric_name, one.metric_value) for one in made.evaluations] == [
         ("accuracy", "accuracy", 0.875),
@@ -148,7 +151,7 @@ def test_the_scores_are_those_of_the_model_and_not_of_its_base(tmp_path):
         ("lm", "dev", ("lm", None, "dev")),
     ],
 )
-def test_a_dataset_is_named_as_the_hub_names_it(tmp_path, task, split, found):
+def test_names_datasets_by_their_ids_on_the_hub(tmp_path, task, split, found):
     (one,) = read(tmp_path, [quality(task, split)]).evaluations
     assert (one.dataset_type, one.dataset_config) == found[:2]
     assert one.dataset_split == found[2] or task == "glue/mnli"
@@ -158,9 +161,9 @@ def test_a_dataset_is_named_as_the_hub_names_it(tmp_path, task, split, found):
     ("ours", "theirs"),
     [("answer_f1", "f1"), ("matthews", "matthews_correlation"), ("pearson", "pearsonr"), ("wer", "wer")],
 )
-def test_metrics_have_the_hubs_names(tmp_path, ours, theirs):
-    own: dict[str, Any] = {ours: 0.5}
-    assert read(tmp_path, [quality("squad", **own)]).metrics == [theirs]
+def test_names_metrics_as_the_hub_does(tmp_path, ours, theirs):
+    all_scores: dict[str, Any] = {ours: 0.5}
+    assert read(tmp_path, [quality("squad", **all_scores)]).metrics == [theirs]
 
 
 @pytest.mark.parametrize(
@@ -203,7 +206,7 @@ def test_lengths_at_which_exact_attention_is_as_fast_are_cautions(tmp_path, rows
     assert len(lossy) == 1
 
 
-def test_what_was_not_measured_is_a_caution_unless_another_record_has_it(tmp_path):
+def test_cautions_name_missing_measurements(tmp_path):
     paths = [written(tmp_path / "a.json", [quality()]), written(tmp_path / "b.json", [], [speed(8, 2.0, (1.9, 2.1))])]
     assert results_of(paths, RECEIPT, None).cautions == []
     assert [one.split(" was")[0] for one in results_of(paths[:1], RECEIPT, None).cautions] == ["Its speed"]

@@ -46,7 +46,7 @@ def differing(model, plan, lengths):
 
 
 @pytest.mark.parametrize(("family", "name"), [*(("BertModel", name) for name in PLANS), ("GPT2Model", "local")])
-def test_rows_that_it_names_differ_from_the_base_and_no_others(family, name):
+def test_exactly_the_named_rows_differ_from_the_base(family, name):
     # Uneven attention, so that dropping a key shows.
     model = tiny(family, initializer_range=0.5)
     differs = differing(model, PLANS[name], LENGTHS)

@@ -61,7 +61,7 @@ def test_a_converted_model_compiles_without_a_break(family, name):
 # A compiler could trace `exact`, but would then miss the fastest way on the machine.
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in LISTED if name != "exact"])
-def test_those_listed_as_one_operator_cannot_be_followed(name, monkeypatch):
+def test_compilers_cannot_trace_mechanisms_listed_as_one_operator(name, monkeypatch):
     monkeypatch.setattr(MECHANISMS[name], "compiles", "whole")
     followed = []
     for causal in (causal for form, causal in FORMS if form == name):
@@ -84,7 +84,7 @@ OPERATORS = [
 
 
 @pytest.mark.parametrize(("name", "causal"), OPERATORS)
-def test_one_operator_has_the_gradient_of_what_it_stands_for(name, causal):
+def test_one_operator_has_the_gradient_of_its_mechanism(name, causal):
     mechanism = make(name, causal, heads=4, size=8)
     mask = draw_mask("right", **SHAPE)
     runs = []
@@ -132,7 +132,7 @@ def test_the_operator_passes_pytorchs_own_checks(name):
 
 
 @pytest.mark.slow
-def test_what_is_learned_is_learned_through_the_operator():
+def test_parameters_get_gradients_through_the_operator():
     model, inputs = convert("BertModel", "adaptive-span")
     model.train()
     model.config.hidden_dropout_prob = 0.0
@@ -176,7 +176,7 @@ def listening(model, **more):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["BertModel", "GPT2Model", "LlamaModel"])
-def test_layers_that_a_plan_leaves_look_the_fastest_way_up_in_a_graph_too(family):
+def test_unconverted_layers_use_the_fastest_way_in_a_graph_too(family):
     model = tiny(family)
     surgery.convert(model, Plan((Rule("sdpa", "0"),)))
     inputs = example_inputs(model, 24, batch=2, padded=7)
@@ -196,7 +196,7 @@ def test_layers_that_a_plan_leaves_look_the_fastest_way_up_in_a_graph_too(family
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("name", [name for name in WHOLE if MECHANISMS[name].runs_c])
-def test_compiled_too_a_cpu_runs_c_where_there_is_some(name, dtype):
+def test_a_compiled_model_runs_c_on_a_cpu(name, dtype):
     mechanism = make(name, False, heads=4, size=8).to(dtype)
     one, called = listening(mechanism)
     one(*(x.to(dtype) for x in draw(**SHAPE)))

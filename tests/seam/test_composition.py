@@ -49,7 +49,7 @@ def test_each_group_of_heads_attends_by_itself(causal):
 @pytest.mark.parametrize(
     "order", [[[0, 1], [2, 3]], [[2, 3], [0, 1]], [[0, 3], [1, 2]], [[1, 3], [0, 2]], [[0, 1, 3], [2]]]
 )
-def test_heads_come_out_where_they_went_in(order):
+def test_heads_keep_their_order(order):
     q, k, v = draw()
     exact = MECHANISMS["sdpa"](4, 8, causal=False, scale=0.3)
     groups = HeadGroups([(heads, MECHANISMS["sdpa"](len(heads), 8, causal=False, scale=0.3)) for heads in order])
@@ -60,7 +60,7 @@ def test_heads_come_out_where_they_went_in(order):
 @pytest.mark.parametrize(
     "heads", [[[0, 1], [1, 2, 3]], [[0, 1], [3]], [[0, 1], [2, 3, 4]]], ids=["twice", "missing", "too many"]
 )
-def test_groups_that_are_not_all_heads_once_each_are_refused(heads):
+def test_rejects_groups_that_miss_or_repeat_heads(heads):
     site = {"heads": 4, "head_dim": 8, "causal": False, "scale": 0.3}
     site["groups"] = [{"heads": some, "mechanism": "sdpa", "settings": {}} for some in heads]
     with pytest.raises(ApproxError, match="must name each of 0-3 once"):
@@ -72,8 +72,8 @@ def test_groups_of_heads_pass_the_checks_and_come_back_from_their_folder(archite
     model = tiny(architecture)
     assert verify.exact_limit(model, MIXED).passed
     receipt = surgery.convert(model, MIXED)
-    told = [(part.layer, part.heads, part.mechanism) for part in receipt.swapped[:3]]
-    assert told == [(0, "0,2", "local"), (0, "1", "sdpa"), (0, "3", "linear")]
+    swapped = [(part.layer, part.heads, part.mechanism) for part in receipt.swapped[:3]]
+    assert swapped == [(0, "0,2", "local"), (0, "1", "sdpa"), (0, "3", "linear")]
     before = outputs(model)
     assert verify.padding(model).passed
     assert verify.causality(model).passed in (True, None)
@@ -136,7 +136,7 @@ def test_a_short_input_leaves_no_trace_in_a_long_one():
     assert difference(outputs(model, long), first) == 0.0
 
 
-def test_each_group_of_heads_has_a_limit_of_its_own():
+def test_each_group_of_heads_has_its_own_limit():
     model = tiny("BertModel")
     plan = Plan((Rule("linear", heads="0", exact_below=8), Rule("linear", heads="2", exact_below=20)))
     surgery.convert(model, plan)
@@ -178,7 +178,7 @@ def test_recomputing_saves_memory_and_changes_no_gradient(name, dropout):
     assert saved_bytes_and_gradients(mechanism.eval(), 0.0)[0] > saved
 
 
-def test_a_plan_has_layers_and_groups_recomputed(tmp_path):
+def test_recomputes_layers_and_groups_of_a_plan(tmp_path):
     model = tiny("BertModel")
     surgery.convert(model, Plan((Rule("full", recompute=True), Rule("local", "0", heads="1-2", recompute=True))))
     model.save_pretrained(tmp_path)

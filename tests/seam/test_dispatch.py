@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("architecture", ["BertModel", "GPT2LMHeadModel", "LlamaForCausalLM"])
-def test_nothing_but_attention_is_changed(architecture, dtype, grad, monkeypatch):
+def test_changes_only_attention(architecture, dtype, grad, monkeypatch):
     model = tiny(architecture).to(dtype).eval()
     # As many rows as a long text has, and as few as a decoding step.
     calls = [example_inputs(model, length, batch=batch) for batch, length in ((8, 64), (1, 1))]
@@ -38,8 +38,8 @@ def test_nothing_but_attention_is_changed(architecture, dtype, grad, monkeypatch
     monkeypatch.setattr(findings, "machine", pytest.fail)
     for actual, expected in zip(logits(), before, strict=True):
         assert torch.equal(actual, expected)
-    kept = {name: type(module) for name, module in model.named_modules() if name and ".mechanism" not in name}
-    assert kept == {name: kind for name, kind in layers.items() if name}
+    types = {name: type(module) for name, module in model.named_modules() if name and ".mechanism" not in name}
+    assert types == {name: kind for name, kind in layers.items() if name}
     assert not any("forward" in vars(module) for module in model.modules())
 
 

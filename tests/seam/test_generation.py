@@ -88,7 +88,7 @@ def test_a_prompt_read_in_chunks_gives_the_same_logits(mechanism):
 
 
 @pytest.mark.parametrize("mechanism", BOUNDED)
-def test_rows_of_a_cache_move_as_beams_do(mechanism):
+def test_rows_of_a_cache_follow_their_beams(mechanism):
     model = decoder("GPT2LMHeadModel", rule(mechanism))
     tokens = example_inputs(model, 14, batch=3)["input_ids"]
     mask = torch.ones_like(tokens)
@@ -109,7 +109,7 @@ def test_rows_of_a_cache_move_as_beams_do(mechanism):
         torch.testing.assert_close(fresh, model(tokens, attention_mask=mask, use_cache=False).logits[mask.bool()])
 
 
-def kept(cache):
+def state_sizes(cache):
     layers = [layer for layer in cache.layers if isinstance(layer, StateLayer)]
     assert layers
     return [[x.untyped_storage().nbytes() for x in (layer.state or {}).values()] for layer in layers]
@@ -126,7 +126,7 @@ def test_the_cache_does_not_grow(architecture, mechanism):
         inputs = {"input_ids": example_inputs(model, 7, batch=1)["input_ids"]}
         generated(model, inputs, past_key_values=cache, max_new_tokens=length - 6, min_new_tokens=length - 6)
         assert cache.get_seq_length() == length
-        sizes.append(kept(cache))
+        sizes.append(state_sizes(cache))
     assert sizes[0] == sizes[1]
 
 
@@ -152,7 +152,7 @@ def test_holes_in_the_mask_are_padding_while_decoding_too(mechanism, kind):
 
 
 @pytest.mark.parametrize("mechanism", ["local", "linear"])
-def test_a_mask_that_changes_its_mind_is_refused(mechanism):
+def test_refuses_a_mask_that_changes_for_earlier_tokens(mechanism):
     model = decoder("GPT2LMHeadModel", rule(mechanism))
     tokens = example_inputs(model, 9, batch=2)["input_ids"]
     mask = torch.ones_like(tokens)
@@ -164,7 +164,7 @@ def test_a_mask_that_changes_its_mind_is_refused(mechanism):
             model(tokens[:, 8:], attention_mask=later, past_key_values=cache)
 
 
-def test_whatever_needs_single_keys_gets_an_ordinary_layer():
+def test_features_that_need_single_keys_get_an_ordinary_layer():
     model = decoder("GPT2LMHeadModel", rule("linear"))
     inputs = {"input_ids": example_inputs(model, 9, batch=1)["input_ids"]}
     with torch.no_grad():
@@ -186,7 +186,7 @@ def test_whatever_needs_single_keys_gets_an_ordinary_layer():
     assert not isinstance(model(**inputs).past_key_values.layers[0], StateLayer)
 
 
-def test_a_step_that_was_interrupted_leaves_nothing_for_the_next_call():
+def test_an_interrupted_step_does_not_affect_the_next_call():
     model = decoder("GPT2LMHeadModel", rule("linear"))
     tokens = example_inputs(model, 9, batch=1)["input_ids"]
 
@@ -244,7 +244,7 @@ def test_assisted_decoding_is_right_or_refused(mechanism):
             generated(model, inputs, **assistance)
 
 
-def test_other_caches_hold_keys_as_they_do():
+def test_other_caches_store_keys_unchanged():
     """Whisper's generation reads the keys, and an explicitly requested cache stays what it is."""
     model = decoder("WhisperForConditionalGeneration", rule("local", "2-3"))
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())

@@ -41,7 +41,7 @@ def test_no_other_file_uses_a_private_name_of_transformers():
     assert places == []
 
 
-def test_nothing_private_is_imported_with_the_file():
+def test_importing_the_file_imports_no_private_names():
     tree = ast.parse(Path(internals.__file__).read_text("utf-8"))
     imported = [alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names]
     assert not [name for name in imported if name.startswith("_")]

@@ -62,8 +62,8 @@ def test_every_call_is_observed_once_and_in_order_with_the_output_that_the_model
     with torch.no_grad(), observe(model, layers={site.path: site.layer for site in sites}) as calls:
         after = model(**inputs).to_tuple()
     assert [call.path for call in calls] == [path for path, _ in seen]
-    for call, (_, given) in zip(calls, seen, strict=True):
-        assert torch.equal(call.output.transpose(1, 2).flatten(2), given)
+    for call, (_, arguments) in zip(calls, seen, strict=True):
+        assert torch.equal(call.output.transpose(1, 2).flatten(2), arguments)
     assert [(call.path, call.layer) for call in calls if call.layer is not None] == [
         (site.path, site.layer) for site in sites
     ]
@@ -178,7 +178,7 @@ def test_gradients_reach_projections_and_mechanisms(mechanism):
 
 @pytest.mark.parametrize("convert", [False, True], ids=["stock", "converted"])
 @pytest.mark.parametrize("architecture", ["BertModel", "GPT2LMHeadModel", "LlamaForCausalLM", "Wav2Vec2Model"])
-def test_masks_tell_real_keys_and_are_left_out_where_all_are(architecture, convert):
+def test_masks_mark_real_keys_and_are_none_if_all_are(architecture, convert):
     model = tiny(architecture)
     if convert:
         surgery.convert(model, Plan.of("local"))
@@ -191,7 +191,7 @@ def test_masks_tell_real_keys_and_are_left_out_where_all_are(architecture, conve
     assert [call.mask for call in calls[3:]] == [None] * 3
 
 
-def test_tokens_are_those_that_the_mechanism_reads():
+def test_shows_the_tokens_that_the_mechanism_reads():
     marked = {"window": 4, "global_tokens": "separator", "separator": 5}
     model = converted(
         "BertModel", Rule("linear", "1-2"), Rule("longformer", "0", marked), Rule("longformer", "1", marked, heads="0")
@@ -204,25 +204,25 @@ def test_tokens_are_those_that_the_mechanism_reads():
     assert [part.tokens is not None for part in calls[1].members()] == [True, False]
 
 
-def test_what_is_done_before_a_layer_attends_shows_in_its_output_and_in_the_next_layer():
+def test_changes_before_a_layer_attends_reach_its_output_and_the_next_layer():
     model = converted("BertModel", Rule("adaptive-span", "all", {"max_span": 10, "ramp": 4}))
     inputs = example_inputs(model, 20)
-    told = []
+    messages = []
 
     def widen(call):
-        told.append(("before", call.layer, hasattr(call, "output")))
+        messages.append(("before", call.layer, hasattr(call, "output")))
         call.mechanism.fraction.fill_(0.0)
 
     with torch.no_grad():
-        with observe(model, lambda call: told.append(("after", call.layer, call.output)), before=widen) as calls:
+        with observe(model, lambda call: messages.append(("after", call.layer, call.output)), before=widen) as calls:
             changed = model(**inputs)[0]
         assert torch.equal(model(**inputs)[0], changed)
     assert calls == []
-    assert [entry[:2] for entry in told] == [(when, layer) for layer in range(3) for when in ("before", "after")]
-    assert [entry[2] for entry in told[::2]] == [False] * 3
+    assert [entry[:2] for entry in messages] == [(when, layer) for layer in range(3) for when in ("before", "after")]
+    assert [entry[2] for entry in messages[::2]] == [False] * 3
 
 
-def test_calls_that_a_function_receives_are_not_kept():
+def test_does_not_store_calls_passed_to_a_function():
     model, alive = tiny("BertModel"), []
 
     def on_call(call):
@@ -237,7 +237,7 @@ def test_calls_that_a_function_receives_are_not_kept():
 
 @pytest.mark.parametrize("fails", [False, True], ids=["done", "failed"])
 @pytest.mark.parametrize("convert", [False, True], ids=["stock", "converted"])
-def test_nothing_stays_behind(convert, fails):
+def test_leaves_the_model_unchanged(convert, fails):
     text = transformers.LlamaConfig(**SIZE, vocab_size=101, max_position_embeddings=64)
     seen = transformers.CLIPVisionConfig(**SIZE, image_size=24, patch_size=8)
     # Its parts have separate configs, with different implementations.

@@ -83,12 +83,12 @@ def test_what_was_traced_is_right_for_other_inputs_and_masks_of_the_shape(family
     net = converted(family, name)
     with torch.no_grad():
         traced: Any = torch.jit.trace(net, draw(0, padded), check_trace=False)
-        for given in (draw(0, padded), draw(1), draw(2, 3), draw(3, 11)):
-            agree(traced(*given), numbers(net, *given), given[1])
+        for inputs in (draw(0, padded), draw(1), draw(2, 3), draw(3, 11)):
+            agree(traced(*inputs), numbers(net, *inputs), inputs[1])
 
 
 @over_kinds
-def test_vmap_gives_what_a_batch_gives(family, name):
+def test_vmap_equals_a_batch(family, name):
     net = converted(family, name)
     ids, mask = draw(0, 7)
     with torch.no_grad():
@@ -147,12 +147,12 @@ def test_forward_mode_gives_the_derivative_that_reverse_mode_gives(family, name,
 @pytest.mark.sample(12)
 def test_a_counter_of_operations_sees_layers_and_attention(family, name):
     net = converted(family, name)
-    given = draw(0, 7)
+    inputs = draw(0, 7)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        out = net(*given)
-    agree(out, numbers(net, *given), given[1])
+        out = net(*inputs)
+    agree(out, numbers(net, *inputs), inputs[1])
     layers = [each.weight.numel() for each in net.modules() if isinstance(each, nn.Linear | Conv1D)]
-    products = 2 * given[0].numel() * sum(layers)
+    products = 2 * inputs[0].numel() * sum(layers)
     if family == "BertModel":
         # Its pooler reads one token.
         products -= 2 * (LENGTH - 1) * 2 * net.model.pooler.dense.weight.numel()
@@ -167,10 +167,10 @@ def test_a_counter_of_operations_sees_layers_and_attention(family, name):
 @pytest.mark.sample(12)
 def test_a_profiler_sees_the_operator_that_runs(family, name):
     net = converted(family, name)
-    given = draw(0, 7)
+    inputs = draw(0, 7)
     with torch.no_grad(), torch.profiler.profile() as profile:
-        out = net(*given)
-    agree(out, numbers(net, *given), given[1])
+        out = net(*inputs)
+    agree(out, numbers(net, *inputs), inputs[1])
     ours = [event.key for event in profile.key_averages() if event.key.startswith("approx_kernels")]
     assert bool(ours) == (name not in PLAIN and compiler_obstacle() is None)
 
@@ -178,23 +178,23 @@ def test_a_profiler_sees_the_operator_that_runs(family, name):
 @over_kinds
 def test_function_modes_and_inference_mode_change_nothing(family, name):
     net = converted(family, name)
-    given = draw(0, 7)
-    expected = numbers(net, *given)
+    inputs = draw(0, 7)
+    expected = numbers(net, *inputs)
     with torch.device("cpu"):
-        agree(numbers(net, *given), expected, given[1])
+        agree(numbers(net, *inputs), expected, inputs[1])
     with torch.inference_mode():
-        agree(net(*given).clone(), expected, given[1])
+        agree(net(*inputs).clone(), expected, inputs[1])
 
 
 @over_kinds
 def test_autocast_rounds_and_no_more(family, name):
     net = converted(family, name)
-    given = draw(0, 7)
+    inputs = draw(0, 7)
     with torch.autocast("cpu", torch.bfloat16):
-        out = numbers(net, *given)
+        out = numbers(net, *inputs)
     # Rounded scores may choose other keys and buckets, so single numbers may differ by more; seven bits are 2^-8.
-    real = given[1].bool()
-    expected = numbers(net, *given)[real]
+    real = inputs[1].bool()
+    expected = numbers(net, *inputs)[real]
     assert float((out[real] - expected).norm() / expected.norm()) < 2e-2
 
 
@@ -202,10 +202,10 @@ def test_autocast_rounds_and_no_more(family, name):
 @pytest.mark.sample(12)
 def test_tensors_without_numbers_have_the_shape_of_the_output(family, name):
     net = converted(family, name)
-    given = draw(0, 7)
+    inputs = draw(0, 7)
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fake = net(*(mode.from_tensor(x) for x in given))
-    assert fake.shape == numbers(net, *given).shape
+        fake = net(*(mode.from_tensor(x) for x in inputs))
+    assert fake.shape == numbers(net, *inputs).shape
 
 
 def test_a_layer_left_exact_is_observed_as_well():
@@ -221,7 +221,7 @@ def test_a_layer_left_exact_is_observed_as_well():
 
 
 @pytest.mark.slow
-def test_trace_vmap_and_a_counter_in_one_process_end_well():
+def test_trace_vmap_and_a_counter_work_in_one_process():
     script = f"""
         import torch
         from torch.utils.flop_counter import FlopCounterMode
@@ -232,7 +232,7 @@ def test_trace_vmap_and_a_counter_in_one_process_end_well():
             with torch.no_grad():
                 traced = torch.jit.trace(net, draw(0, 7), check_trace=False)
                 for given in [draw(seed, seed) for seed in range({LENGTH})]:
-                    agree(traced(*given), numbers(net, *given), given[1])
+                    agree(traced(*inputs), numbers(net, *inputs), given[1])
                 ids, mask = draw(1, 3)
                 agree(torch.func.vmap(lambda one, real: net(one[None], real[None])[0])(ids, mask), net(ids, mask), mask)
                 with FlopCounterMode(display=False) as counter:

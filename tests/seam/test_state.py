@@ -53,14 +53,14 @@ def test_a_folder_with_it_is_not_loaded(folder, tmp_path, how):
         save_file(weights | {name: changed(tensor, how)}, tmp_path / "model.safetensors", {"format": "pt"})
         with pytest.raises(
             ApproxError, match=r"The checkpoint is damaged: .*Convert the base checkpoint again"
-        ) as told:
+        ) as caught:
             model_class.from_pretrained(tmp_path)
-        assert name in str(told.value)
-        assert told.value.exit_code == Exit.UNAVAILABLE
+        assert name in str(caught.value)
+        assert caught.value.exit_code == Exit.UNAVAILABLE
         tried += 1
     assert tried >= (2 if drawn else 5)
 
 
-def test_it_is_loaded_as_it_was_written(folder):
+def test_loads_usable_state_unchanged(folder):
     model_class = families.model_class(families.stock_class(type(tiny("BertModel"))))
     assert model_class.from_pretrained(folder).config.approx

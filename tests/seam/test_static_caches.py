@@ -19,9 +19,9 @@ from decoders import DECODERS, DECODING, WAYS, assert_same, decoder, generated, 
 def test_a_static_cache_changes_no_token(architecture, mechanism):
     model = decoder(architecture, rule(mechanism, "0-1"))
     inputs = prompts(model)
-    for given, way in ((inputs, "greedy"), ({"input_ids": inputs["input_ids"]}, "sampling")):
-        static = generated(model, given, cache_implementation="static", **WAYS[way])
-        assert_same(static, generated(model, given, **WAYS[way]))
+    for arguments, way in ((inputs, "greedy"), ({"input_ids": inputs["input_ids"]}, "sampling")):
+        static = generated(model, arguments, cache_implementation="static", **WAYS[way])
+        assert_same(static, generated(model, arguments, **WAYS[way]))
 
 
 @pytest.mark.parametrize("mechanism", ["exact", "strided", "local"])

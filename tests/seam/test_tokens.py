@@ -59,7 +59,7 @@ def test_batches_of_other_shapes_leave_no_trace():
         assert torch.equal(model(draw(1))[0], before)
 
 
-def test_copies_work_and_reverting_one_leaves_the_other():
+def test_copies_are_independent():
     model = converted("RobertaForSequenceClassification")
     ids = draw(1)
     with torch.no_grad():
@@ -90,7 +90,7 @@ def test_embeddings_instead_of_ids_are_refused():
 @pytest.mark.parametrize(
     ("architecture", "words"), [("Wav2Vec2ForCTC", "reads no token ids"), ("GPT2LMHeadModel", "this layer is causal")]
 )
-def test_a_model_that_cannot_be_read_is_refused_and_stays_as_it_was(architecture, words):
+def test_refuses_an_unsupported_model_and_leaves_it_unchanged(architecture, words):
     model = tiny(architecture)
     content = Rule("longformer", "1", {"global_tokens": "question", "separator": 2})
     with pytest.raises(ApproxError, match=words) as caught:

@@ -51,7 +51,7 @@ def probabilities(*rows):
 
 
 @given(st.lists(st.lists(st.floats(0.05, 1), min_size=3, max_size=3), min_size=1, max_size=5))
-def test_it_finds_the_text_whose_paths_are_likeliest_together(rows):
+def test_finds_the_text_with_the_likeliest_sum_of_paths(rows):
     frames, chances = probabilities(*rows), {}
     for path in itertools.product(range(3), repeat=len(rows)):
         text = tuple(character for character, _ in itertools.groupby(path) if character)
@@ -61,7 +61,7 @@ def test_it_finds_the_text_whose_paths_are_likeliest_together(rows):
     assert chances[best] == pytest.approx(max(chances.values()))
 
 
-def test_it_differs_from_the_likeliest_path():
+def test_differs_from_the_likeliest_path():
     # The likeliest path is all blanks, with 0.36; "a" has three paths, with 0.64.
     assert beam_search(probabilities([0.6, 0.4], [0.6, 0.4]), 0, beams=2) == (1,)
 
@@ -96,7 +96,7 @@ def test_a_model_of_single_words_is_whole(arpa):
     assert read_ngram(arpa).score(("A",), "A") == pytest.approx(-0.7)
 
 
-def test_the_words_decide_between_sounds_that_are_alike(arpa):
+def test_words_decide_between_equal_sounds(arpa):
     # A C A B or P: the frames prefer P, the words prefer B.
     spelling, frames = ["<pad>", "|", "A", "B", "C", "P"], []
     for heard in ("A", "|", "C", "A", "BP"):
@@ -140,7 +140,7 @@ def test_a_task_transcribes_by_beams(arpa, tmp_path):
         ({"beams": 8, "ngram_weight": "much"}, "allowed is a finite number"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(settings, words):
+def test_rejects_impossible_settings(settings, words):
     with pytest.raises(ApproxError, match=words):
         open_task("librispeech/dev-clean", **settings)
 

@@ -41,12 +41,12 @@ def one_hot(ids):
 
 
 @pytest.mark.parametrize("front", [False, True])
-def test_what_knows_the_next_token_scores_1(front):
+def test_a_perfect_model_scores_1(front):
     scores = score(open_task("copy", examples=50), lambda ids: one_hot(ids.roll(-1, 1)), front)
     assert scores == {"token_accuracy": 1.0, "accuracy": 1.0}
 
 
-def test_what_guesses_among_the_symbols_scores_chance():
+def test_guessing_scores_chance():
     def guess(ids):
         logits = torch.rand(*ids.shape, len(WORDS))
         logits[..., 4:14] += 1
@@ -134,7 +134,7 @@ def test_logits_that_are_not_finite_are_no_prediction():
     assert caught.value.exit_code == Exit.VERIFICATION
 
 
-def test_what_is_not_there_or_cannot_be_is_refused(tmp_path):
+def test_rejects_missing_data_and_impossible_settings(tmp_path):
     with pytest.raises(ApproxError, match="cannot read"):
         open_task("copy").load(tmp_path)
     with pytest.raises(ApproxError, match=r"'test'.*train, dev"):

@@ -116,7 +116,7 @@ def test_a_damaged_archive_and_a_missing_file_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("labels", [["one"], ["same", "same"]])
-def test_labels_that_name_no_classes_are_refused(labels):
+def test_rejects_labels_that_name_no_classes(labels):
     with pytest.raises(ApproxError, match="must name at least two different classes"):
         open_task("documents", labels=labels)
 

@@ -115,13 +115,13 @@ def test_a_score_that_is_no_number_is_refused(score, tmp_path):
         open_task("glue/stsb").load(tmp_path)
 
 
-def test_bytes_that_are_not_text_are_refused(tmp_path):
+def test_rejects_invalid_utf_8(tmp_path):
     (tmp_path / "dev.tsv").write_bytes(b"sentence\tlabel\n\xff\xfe\t1\n")
     with pytest.raises(ApproxError, match=r"dev\.tsv, line 2: byte 0xff is not UTF-8"):
         open_task("glue/sst2").load(tmp_path)
 
 
-def test_missing_files_name_what_was_looked_for_and_found(folder):
+def test_a_missing_file_names_expected_and_present_files(folder):
     with pytest.raises(ApproxError, match=r"looked for SST-2/train.tsv and train.tsv in .*found dev.tsv") as caught:
         open_task("glue/sst2").load(folder, split="train")
     assert caught.value.exit_code == Exit.UNAVAILABLE
@@ -241,7 +241,7 @@ def test_real_files_have_the_official_rows(subset, split, shared_data):
     )
 
 
-def test_real_excerpts_are_called_so(shared_data):
+def test_names_real_excerpts(shared_data):
     matched = open_task("glue/mnli").load(shared_data / "glue")
     assert (matched.name, len(matched.examples), matched.subset) == ("dev_matched_1k", 1000, True)
     questions = open_task("glue/qqp").load(shared_data / "glue" / "QQP" / "train_subset_a.tsv")

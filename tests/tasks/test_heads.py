@@ -168,9 +168,9 @@ PADDINGS = {
 def test_a_row_is_read_to_its_end_whatever_padding_tokenizer_and_config_name(family, head, token, number, data):
     name, settings, _ = HEADS[head]
     model, task = model_of(family + head, pad_token_id=number), open_task(name, **settings)
-    processor, told = tokenizer_of(model.config), tokenizer_of(model.config)
+    processor, labelled = tokenizer_of(model.config), tokenizer_of(model.config)
     processor.pad_token = token
-    alone = predictions(model, told, task, data[name], 1)
+    alone = predictions(model, labelled, task, data[name], 1)
     assert same(predictions(model, processor, task, data[name], 1), alone)
     assert same(predictions(model, processor, task, data[name], 4), alone)
 

@@ -59,8 +59,8 @@ def test_base_and_converted_are_compared_and_trained(pictures, tmp_path):
     model, reader = tiny("ViTForImageClassification", id2label=NAMES), processor()
     converted = copy.deepcopy(model)
     approx.convert(converted, approx.Plan.of("local", left=2, right=2))
-    given = {"data": str(pictures), "processor": reader, "batch_size": 3}
-    made = approx.evaluate(converted, "image-classification", against=model, **given).quality[0]
+    arguments = {"data": str(pictures), "processor": reader, "batch_size": 3}
+    made = approx.evaluate(converted, "image-classification", against=model, **arguments).quality[0]
     assert (made.examples, made.metric, made.variants[0].approximated is not None) == (4, "accuracy", True)
     done = approx.finetune(
         converted,
@@ -92,7 +92,7 @@ def test_images_are_counted_in_patches_and_timed(pictures):
     assert (batch["pixel_values"].shape, batch["pixel_values"].dtype) == ((5, 3, 24, 24), torch.bfloat16)
 
 
-def test_what_is_no_image_is_named(pictures, tmp_path):
+def test_names_files_that_are_not_images(pictures, tmp_path):
     task = open_task("image-classification", labels="cat,dog")
     (pictures / "test" / "cat" / "0.png").write_bytes(b"no image")
     picture = task.load(pictures).examples[0].inputs["image"]

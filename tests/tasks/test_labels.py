@@ -91,13 +91,13 @@ def test_a_right_order_and_a_guess_give_no_advice(reviews):
 def test_the_hint_uses_the_names_that_the_user_gave(reviews, tmp_path):
     model, reader = seeing(["good", "bad"], ["pos", "neg"], swapped=False)
     (tmp_path / "own.csv").write_text("text,label\n" + "the film is good,pos\nthe film is bad,neg\n" * 20)
-    own = str(tmp_path / "own.csv")
-    assert scored(model, reader, own, "text-classification").notes == []
-    wrong = scored(model, reader, own, "text-classification", labels="neg,pos")
+    file = str(tmp_path / "own.csv")
+    assert scored(model, reader, file, "text-classification").notes == []
+    wrong = scored(model, reader, file, "text-classification", labels="neg,pos")
     assert wrong.notes[0].startswith("labels were set as neg, pos, though the checkpoint names its outputs pos, neg")
     assert "--labels pos,neg" in wrong.notes[1]
     # Numbers are those of the checkpoint's classes.
-    assert scored(model, reader, own, "text-classification", labels="1,0").base.scores["accuracy"] == 0
+    assert scored(model, reader, file, "text-classification", labels="1,0").base.scores["accuracy"] == 0
 
 
 def test_training_says_that_the_labels_are_in_another_order_and_resumes_with_it(tmp_path):
@@ -163,15 +163,20 @@ def test_several_labels_are_measured_and_trained(tmp_path):
     assert (entry.metric, set(entry.base.scores)) == ("micro_f1", {"micro_f1", "macro_f1", "subset_accuracy"})
     converted = checkpoint("multi_label_classification", NAMES)
     approx.convert(converted, approx.Plan.of("local", left=1, right=1))
-    given: dict[str, Any] = {"task": "text-classification", "data": str(path), "batch_size": 10, "learning_rate": 0.01}
+    arguments: dict[str, Any] = {
+        "task": "text-classification",
+        "data": str(path),
+        "batch_size": 10,
+        "learning_rate": 0.01,
+    }
     done = approx.finetune(
-        converted, tmp_path / "work", processor=reader, recover=["task"], validation=2, steps=20, **given
+        converted, tmp_path / "work", processor=reader, recover=["task"], validation=2, steps=20, **arguments
     )
     assert done.phases[0].steps == 20
     after = scored(converted, reader, str(path), "text-classification")
     assert after.base.scores["subset_accuracy"] == 1
     distilled = approx.finetune(
-        converted, tmp_path / "more", processor=reader, recover=["distill"], validation=2, steps=2, **given
+        converted, tmp_path / "more", processor=reader, recover=["distill"], validation=2, steps=2, **arguments
     )
     assert distilled.phases[0].steps == 2
 

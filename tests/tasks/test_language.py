@@ -91,7 +91,7 @@ def test_windows_are_as_long_as_positions_allow_or_else_the_default(name, defaul
         assert max(len(one["input_ids"]) for one in windows) == (limit or default)
 
 
-def test_slices_go_by_the_tokens_before(data):
+def test_slices_by_the_number_of_preceding_tokens(data):
     model = causal()
     subjects = {name: Subject(name, model, tiny_tokenizer()) for name in ("exact", "same")}
     entry = evaluate(subjects, open_task("lm", stretch=100), data=data)

@@ -38,7 +38,7 @@ def test_the_official_layout_is_read_from_every_folder_above_it(tmp_path, suffix
     assert TASK.load(folder, limit=2).examples == split.examples[:2]
 
 
-def test_a_folder_of_ones_own_keeps_its_name(tmp_path):
+def test_a_users_folder_keeps_its_name(tmp_path):
     split = TASK.load(write_utterances(tmp_path / "mine", some_utterances(2)))
     assert (split.name, split.subset) == ("mine", True)
 
@@ -51,7 +51,7 @@ def test_a_split_is_whole_with_all_its_utterances_under_its_own_name(tmp_path, m
         assert TASK.load(folder, limit=2).subset
 
 
-def test_the_splits_are_those_that_were_published():
+def test_lists_the_published_splits():
     """Configurations and splits of openslr/librispeech_asr, with the number of utterances from its dataset card."""
     rows = [2703, 2864, 2620, 2939, 28539, 104014, 148688]
     names = [
@@ -103,7 +103,7 @@ def test_the_parquet_of_the_hub_is_streamed(tmp_path, monkeypatch):
     refused("(could not be loaded|The download of .*hub failed)", Exit.UNAVAILABLE, TASK.load)
 
 
-def test_another_rate_is_resampled_and_told(tmp_path):
+def test_resamples_another_rate_and_notes_it(tmp_path):
     for rate in (8_000, 44_100):
         spoken = {f"1-{rate}-0000": ("A", sound(1.0, rate))}
         write_utterances(tmp_path, spoken, ".wav", rate)
@@ -173,7 +173,7 @@ def test_a_folder_without_the_split_says_what_it_has(tmp_path):
     refused("'limit'.*is 0", Exit.USAGE, lambda: TASK.load(folder, limit=0))
 
 
-def test_a_training_split_is_what_training_reads(tmp_path):
+def test_training_reads_a_training_split(tmp_path):
     write_utterances(tmp_path / "train-clean-100", some_utterances(3))
     assert len(open_task("librispeech/train-clean-100").load(tmp_path, "train").examples) == 3
     write_utterances(tmp_path / "test-clean", some_utterances(3))

@@ -26,7 +26,7 @@ def test_expressions_have_the_values_of_the_rules(text, value):
 
 
 @pytest.mark.parametrize("text", ["[MIN 4", "4 ]", "[MIN ]", "1 2", "", "[MIN x ]"])
-def test_what_is_no_expression_is_refused(text):
+def test_rejects_malformed_expressions(text):
     with pytest.raises(ValueError, match=r"expression|unknown word"):
         parse(text.split())
 
@@ -42,7 +42,7 @@ def test_generated_rows_are_expressions_with_their_values(seed):
         assert evaluate(parse(words)) == example.label
 
 
-def test_a_row_is_the_same_whatever_stands_around_it():
+def test_a_row_does_not_depend_on_others():
     task = open_task("listops", examples=6)
     whole, part = task.load(), task.load(limit=3)
     assert whole.examples[:3] == part.examples

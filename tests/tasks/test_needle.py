@@ -75,12 +75,12 @@ def test_words_are_distinct():
         ({"length": "2048"}, "'length'.*'2048'.*whole number"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(settings, words):
+def test_rejects_impossible_settings(settings, words):
     with pytest.raises(ApproxError, match=words):
         Needle(**settings)
 
 
-def test_loading_what_is_not_there_is_refused(tmp_path):
+def test_rejects_unknown_splits_and_data(tmp_path):
     task = Needle(length=64)
     with pytest.raises(ApproxError, match="cannot read"):
         task.load(tmp_path)

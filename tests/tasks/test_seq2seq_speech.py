@@ -101,7 +101,7 @@ def test_beams_are_searched(data, reader):
     assert greedy != searched
 
 
-def test_it_learns_what_is_said(reader, tmp_path):
+def test_training_lowers_the_word_error_rate(reader, tmp_path):
     taught, data = model(), write_utterances(tmp_path / "train-clean-100", some_utterances(5))
     options = FinetuneStage(
         recover=["task"],
@@ -133,7 +133,7 @@ def test_punctuation_and_case_do_not_count(reader):
     assert texts(ids, reader.tokenizer) == ["YES IT'S"]
 
 
-def test_what_it_would_not_hear_to_its_end_is_refused(reader, tmp_path):
+def test_refuses_recordings_longer_than_its_window(reader, tmp_path):
     data = write_utterances(tmp_path / "dev-clean", {"1-2-3": ("WHY", sound(2.5))})
     task = open_task("librispeech/dev-clean")
     with pytest.raises(ApproxError, match=r"has 2\.5 seconds, but the checkpoint hears 2 at a time") as caught:

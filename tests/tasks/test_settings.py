@@ -47,10 +47,10 @@ DEFAULTS = {
 def test_a_whole_number_is_taken_within_its_bounds_and_refused_beyond(name, setting, least, most, others):
     for value in (least, most or 10**6):
         open_task(name, **{setting: value}, **others)
-    told = f"Setting '{setting}' of the task '{name}' is {{}}; allowed is a whole number "
-    told += f"at least {least}." if most is None else f"from {least} to {most}."
+    message = f"Setting '{setting}' of the task '{name}' is {{}}; allowed is a whole number "
+    message += f"at least {least}." if most is None else f"from {least} to {most}."
     for value in (least - 1, least + 0.5, *([] if most is None else [most + 1])):
-        with pytest.raises(ApproxError, match=re.escape(told.format(value))) as caught:
+        with pytest.raises(ApproxError, match=re.escape(message.format(value))) as caught:
             open_task(name, **{setting: value}, **others)
         assert caught.value.exit_code == Exit.USAGE
 
@@ -61,7 +61,7 @@ def test_defaults_are_those_of_published_scores(name):
     assert defaults.items() >= DEFAULTS[name].items()
 
 
-def test_language_modelling_needs_to_know_where_tokens_stand():
+def test_language_modelling_needs_token_offsets():
     with pytest.raises(ApproxError, match=r"object does not give.*tokenizer\.json") as caught:
         tokenised(object(), "a text")
     assert caught.value.exit_code == Exit.UNSUPPORTED

@@ -118,7 +118,7 @@ def test_answers_are_compared_without_case_punctuation_and_articles(text, words)
     assert answer_words(text) == words
 
 
-def test_scores_take_the_closest_answer_and_know_that_there_is_none():
+def test_scores_use_the_closest_answer_and_handle_missing_ones():
     said = ["the good film", "", "film", ""]
     given_answers = [["a film", "good old film"], [], [], ["film"]]
     assert ExactMatch().compute(predictions=said, references=given_answers) == {"exact_match": 0.25}
@@ -305,7 +305,7 @@ def test_another_head_is_refused():
         open_task("squad").check(tiny_model(2))
 
 
-def test_of_more_spans_than_are_kept_the_likeliest_stay():
+def test_keeps_the_likeliest_spans():
     """The three likeliest starts are 6, 5 and 1; only the last is before the likeliest end, 2."""
     starts, ends = torch.zeros(1, 9), torch.zeros(1, 9)
     starts[0, [6, 5, 1]] = torch.tensor([10.0, 9.0, 8.0])

@@ -71,7 +71,7 @@ def test_streamed_examples_are_the_same(name, stored):
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_nothing_is_read_behind_the_limit(name, stored):
+def test_reads_nothing_beyond_the_limit(name, stored):
     task = stored(name, damaged=True)
     split = task.load(limit=6, streaming=True)
     assert (len(split.examples), split.subset) == (6, True)
@@ -80,7 +80,7 @@ def test_nothing_is_read_behind_the_limit(name, stored):
     assert caught.value.exit_code == Exit.UNAVAILABLE
 
 
-def test_a_class_that_comes_late_is_waited_for(stored, monkeypatch):
+def test_waits_for_a_late_class(stored, monkeypatch):
     monkeypatch.setitem(ROWS, "documents", [{"text": words, "label": row // 30} for row, words in enumerate(WORDS)])
     task = stored("documents", damaged=False)
     split = task.load(limit=6, streaming=True)
@@ -133,13 +133,13 @@ def test_texts_without_a_label_are_refused(stored, monkeypatch):
 
 
 def test_every_task_says_where_its_examples_come_from():
-    own = {f"{kind}-classification" for kind in ("text", "token", "image")}
+    names = {f"{kind}-classification" for kind in ("text", "token", "image")}
     assert {name for name in TASKS if open_task(name).dataset is None} == {
         "lm-eval/NAME",
         "listops",
         "needle",
         "copy",
-    } | own
+    } | names
 
 
 def test_without_a_network_streaming_is_refused(monkeypatch):

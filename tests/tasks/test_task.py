@@ -48,7 +48,7 @@ def test_another_head_is_refused(other):
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_a_model_without_a_head_is_told_which_one_the_task_needs(name):
+def test_names_the_head_that_a_task_needs(name):
     task = open_task(name)
     with pytest.raises(ApproxError, match="but the model is a BertModel") as caught:
         task.check(tiny_model(2).bert)
@@ -135,10 +135,10 @@ def test_padding_is_on_the_right_and_masked_whatever_the_tokenizer_says_of_it():
 
 
 @pytest.mark.parametrize(
-    "given", [["Normans", "Fresno,_California"], "Normans,Fresno,_California", " Normans , Fresno,_California"]
+    "names", [["Normans", "Fresno,_California"], "Normans,Fresno,_California", " Normans , Fresno,_California"]
 )
-def test_names_are_a_list_or_a_text_with_commas(given):
-    assert names_setting("squad", "articles", given) == ("Normans", "Fresno,_California")
+def test_names_are_a_list_or_a_text_with_commas(names):
+    assert names_setting("squad", "articles", names) == ("Normans", "Fresno,_California")
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_names_are_a_list_or_a_text_with_commas(given):
         ("lm", {"window": True}, "'window' .* is True"),
     ],
 )
-def test_a_setting_that_cannot_be_is_named_with_what_can(name, settings, words):
+def test_names_an_impossible_setting_with_the_allowed_values(name, settings, words):
     with pytest.raises(ApproxError, match=words) as caught:
         open_task(name, **settings)
     assert caught.value.exit_code == Exit.USAGE
@@ -169,7 +169,7 @@ def test_every_task_says_which_examples_are_correlated_or_why_none_are(name):
     assert groups.independent or name.startswith("squad")
 
 
-def test_a_task_that_says_nothing_of_groups_cannot_be_made():
+def test_a_task_must_declare_its_groups():
     with pytest.raises(TypeError, match="Silent does not say which of its examples are correlated"):
 
         class Silent(Task):  # pyright: ignore[reportUnusedClass]  # making it is the mistake

@@ -59,9 +59,9 @@ def test_columns_and_tables_hold_the_same_texts(tmp_path):
     second = open_task("token-classification", labels=TAGS, columns={"tokens": "words", "tags": "ner"}).load(
         tmp_path / "b.jsonl"
     )
-    told = [(one.inputs, one.label) for one in first.examples]
-    assert told == [(one.inputs, one.label) for one in second.examples]
-    assert told[0] == ({"words": ["the", "film", "is"]}, ["B-FILM", "I-FILM", "O"])
+    examples = [(one.inputs, one.label) for one in first.examples]
+    assert examples == [(one.inputs, one.label) for one in second.examples]
+    assert examples[0] == ({"words": ["the", "film", "is"]}, ["B-FILM", "I-FILM", "O"])
 
 
 def test_base_and_converted_are_compared_and_trained(tmp_path):
@@ -69,9 +69,9 @@ def test_base_and_converted_are_compared_and_trained(tmp_path):
     base, tokenizer = model(), tiny_tokenizer()
     converted = copy.deepcopy(base)
     approx.convert(converted, approx.Plan.of("local", left=1, right=1))
-    given = {"data": str(tmp_path / "train.conll"), "processor": tokenizer}
-    made = approx.evaluate(converted, "token-classification", against=base, batch_size=3, **given).quality[0]
-    alone = approx.evaluate(converted, "token-classification", against=base, batch_size=1, **given).quality[0]
+    arguments = {"data": str(tmp_path / "train.conll"), "processor": tokenizer}
+    made = approx.evaluate(converted, "token-classification", against=base, batch_size=3, **arguments).quality[0]
+    alone = approx.evaluate(converted, "token-classification", against=base, batch_size=1, **arguments).quality[0]
     assert (made.metric, made.examples) == ("entity_f1", 8)
     assert made.variants[0].scores == alone.variants[0].scores
     done = approx.finetune(
@@ -82,7 +82,7 @@ def test_base_and_converted_are_compared_and_trained(tmp_path):
         steps=2,
         batch_size=2,
         validation=1,
-        **given,
+        **arguments,
     )
     assert done.measure == "entity_f1"
 

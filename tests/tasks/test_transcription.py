@@ -44,7 +44,7 @@ def logits(model, processor, encodings):
 
 
 @pytest.mark.parametrize(("norm", "family"), KINDS)
-def test_recordings_sound_alike_alone_and_in_a_batch(data, tmp_path, norm, family):
+def test_recordings_have_equal_outputs_alone_and_in_a_batch(data, tmp_path, norm, family):
     model, processor = recogniser(norm, family), speech_processor(tmp_path, norm)
     subject, split = Subject("exact", model, processor), TASK.load(data)
     alone, together = (prepare([subject], TASK, split, batch_size=size) for size in (1, 4))
@@ -57,7 +57,7 @@ def test_recordings_sound_alike_alone_and_in_a_batch(data, tmp_path, norm, famil
             torch.testing.assert_close(batched, logits(model, processor, [one])[0], atol=2e-5, rtol=1e-4)
 
 
-def test_without_a_mask_padding_would_be_heard(data, tmp_path):
+def test_without_a_mask_padding_changes_outputs(data, tmp_path):
     model, processor = recogniser("group"), speech_processor(tmp_path, "group")
     encodings = [TASK.encode(example, processor)[0] for example in TASK.load(data).examples[:2]]
     (short, _), alone = logits(model, processor, encodings), logits(model, processor, encodings[:1])[0]
@@ -76,7 +76,7 @@ def test_positions_are_the_frames_that_attention_sees(data, tmp_path):
 
 
 @pytest.mark.parametrize("norm", ["layer", "group"])
-def test_a_mask_alone_does_not_make_a_model_deaf_to_padding(tmp_path, norm):
+def test_a_mask_alone_does_not_hide_padding(tmp_path, norm):
     processor = speech_processor(tmp_path, norm)
     encoding = {"samples": 8000}
     for other in ("layer", "group"):
@@ -123,16 +123,16 @@ def test_models_are_compared_by_words_over_speakers(data, tmp_path):
     assert longest_input(entry) == 66
 
 
-def test_what_was_resampled_or_left_out_is_told_beside_the_score(data, tmp_path):
+def test_notes_resampled_and_skipped_recordings_next_to_the_score(data, tmp_path):
     write_utterances(data, {"13-7-0000": ("A", sound(1.0, 8_000))}, ".wav", 8_000)
     soundfile.write(data / "13" / "7" / "13-7-0001.flac", sound(0.5), 16_000)
     entry = evaluate({"exact": Subject("exact", recogniser(), speech_processor(tmp_path))}, TASK, data=data)
-    told = "8 examples, a subset; resampled to 16,000 Hz from 8,000: 1; 8 rows read, 1 skipped (recordings without a transcript: 1)"
+    note = "8 examples, a subset; resampled to 16,000 Hz from 8,000: 1; 8 rows read, 1 skipped (recordings without a transcript: 1)"
     assert entry.rows == Rows(read=8, skipped={"recordings without a transcript": 1})
-    assert told in str(quality_table(entry).title)
+    assert note in str(quality_table(entry).title)
 
 
-def test_half_precision_hears_the_same_recordings(data, tmp_path):
+def test_half_precision_reads_the_same_recordings(data, tmp_path):
     subject = Subject("half", recogniser().to(torch.bfloat16), speech_processor(tmp_path))
     assert evaluate({"half": subject}, TASK, data=data).base.scores["wer"] > 0
 
@@ -157,7 +157,7 @@ def test_a_checkpoint_brings_its_processor(data, tmp_path):
     assert measured() == expected, "a language model is not asked, and its packages are not needed"
 
 
-def test_what_cannot_transcribe_is_refused(data, tmp_path):
+def test_refuses_models_that_cannot_transcribe(data, tmp_path):
     refused(
         "needs a CTC head, but the model is a Wav2Vec2ForSequenceClassification",
         Exit.UNSUPPORTED,

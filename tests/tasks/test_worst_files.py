@@ -258,7 +258,7 @@ def test_quotes_in_a_tsv_are_part_of_the_text_unless_all_are_of_csv(tmp_path, co
         ("test.jsonl", '{"text": ["a"], "label": "a"}', r"line 1: a text is needed, found \['a'\]"),
     ],
 )
-def test_rows_are_never_lost_in_silence(tmp_path, name, content, words):
+def test_never_drops_rows_silently(tmp_path, name, content, words):
     (tmp_path / name).write_text(content)
     task = open_task("lm") if content.startswith("text\n") else open_task("text-classification", **NAMED)
     with pytest.raises(ApproxError, match=words) as caught:

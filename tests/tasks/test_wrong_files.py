@@ -26,7 +26,7 @@ def test_a_file_of_squad_1_is_not_scored_as_squad_2(tmp_path):
     assert len(open_task("squad_v2").load(path).examples) == 1
 
 
-def test_what_is_no_recording_is_named_by_its_file_alone():
+def test_names_only_the_file_of_a_damaged_recording():
     with pytest.raises(ApproxError, match=r"talk\.flac is not a readable recording") as caught:
         Recording.of("talk.flac", b"text")
     assert "object at" not in str(caught.value)

@@ -42,7 +42,7 @@ def test_conditions_numbers_arguments_and_statements_are_changed():
     }
 
 
-def test_what_only_tells_is_left_alone():
+def test_leaves_messages_unchanged():
     assert (
         changed('''
         """A module."""

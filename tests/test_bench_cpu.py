@@ -111,7 +111,7 @@ def test_draws_parts_without_a_commit_and_lists_missing_ones_in_order():
     "suite", ["decode", *(pytest.param(name, marks=pytest.mark.slow) for name in ("roberta", "gpt2", "wav2vec2"))]
 )
 @pytest.mark.sample(0)
-def test_models_run_end_to_end_beside_their_ceiling(bench, monkeypatch, suite):
+def test_models_run_end_to_end_next_to_their_ceiling(bench, monkeypatch, suite):
     run, _ = bench
     few = ("linear", "local", "exact")
     monkeypatch.setattr("bench.cpu_cases.MECHANISMS", {name: MECHANISMS[name] for name in (*few, "sdpa", "full")})

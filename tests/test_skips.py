@@ -56,7 +56,7 @@ def run(tmp_path, expected, *options):
     ],
 )
 @pytest.mark.sample(1)
-def test_a_run_ends_as_its_skips_are_expected(tmp_path, expected, options, status, words):
+def test_a_run_passes_only_with_the_expected_skips(tmp_path, expected, options, status, words):
     done = run(tmp_path, expected, *options)
     assert done.returncode == status, done.stdout + done.stderr
     assert [line for line in words if line not in done.stdout] == []

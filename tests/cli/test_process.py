@@ -91,7 +91,7 @@ def test_the_version_is_also_an_object(tmp_path):
 
 
 @pytest.mark.sample(0)
-def test_a_reader_who_leaves_early_is_no_error(tmp_path):
+def test_a_closed_pipe_is_no_error(tmp_path):
     process = start("mechanisms", "--json", cwd=tmp_path)
     assert process.stdout
     assert process.stderr

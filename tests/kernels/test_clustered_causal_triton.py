@@ -139,7 +139,7 @@ def test_padding_is_not_read(length):
 
 
 @pytest.mark.sample(1)
-def test_keys_that_lose_their_place():
+def test_dropped_keys():
     # Scores rise along the sequence: every key takes the place of an earlier one, and the largest scores move on.
     q, k = torch.randn(1, 1, 30, 16).abs(), torch.arange(1.0, 31)[:, None] * torch.rand(1, 1, 30, 16) / 8
     tensors, how = [q.to(DEVICE), k.to(DEVICE), torch.rand(1, 1, 30, 16, device=DEVICE)], settings()

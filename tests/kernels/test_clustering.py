@@ -41,7 +41,7 @@ CASES = [(20, 4, 3, 5, 1), (60, 9, 8, 9, 4), (90, 7, 5, 63, 3), (150, 130, 4, 30
 @pytest.mark.parametrize(("n", "clusters", "size", "bits", "iterations"), CASES)
 @pytest.mark.parametrize("bias", [False, True], ids=["angle", "bias"])
 @pytest.mark.sample(5)
-def test_it_is_its_definition(n, clusters, size, bits, iterations, bias):
+def test_equals_its_definition(n, clusters, size, bits, iterations, bias):
     q = torch.randn(3, n, size, dtype=torch.float64)
     # Equal queries make ties and empty clusters.
     q[:, n // 2 : n // 2 + 8] = q[:, :1]

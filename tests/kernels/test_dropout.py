@@ -122,7 +122,7 @@ def test_outputs_and_gradients_are_those_of_the_formula_under_the_mask(name, dty
 @pytest.mark.parametrize("name", MECHANISMS)
 @pytest.mark.parametrize("dropout", [0.1, 0.95])
 @pytest.mark.sample(8)
-def test_so_many_weights_are_dropped(name, dropout):
+def test_drops_the_requested_share_of_weights(name, dropout):
     q, k, _, _ = drawn()
     shares = torch.stack(
         [1 - (1 - dropout) * factors(name, q, k, seed=seed, dropout=dropout).nanmean() for seed in range(20)]

@@ -208,7 +208,7 @@ def test_it_repeats_bit_by_bit():
 
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.sample(1)
-def test_the_operator_passes_pytorchs_own_checks(apart):
+def test_the_operator_passes_opcheck(apart):
     q, k, v = (x.requires_grad_() for x in draw(17, 17, heads=1))
     blocks = block_list(pairs, 17, 17, tile=32, device=DEVICE).tensors
     spans = torch.tensor([3.0], device=DEVICE, requires_grad=True)

@@ -113,7 +113,7 @@ TRITON += [pytest.param(*each, marks=pytest.mark.slow) for each in SLOW]
 
 @pytest.mark.parametrize(("name", "causal"), TRITON)
 @pytest.mark.sample(1)
-def test_kernels_give_for_shared_heads_what_they_give_for_repeated_ones(name, causal):
+def test_kernels_treat_shared_heads_as_repeated_ones(name, causal):
     pytest.importorskip("triton")
     mechanism = make(name, causal, heads=HEADS, size=SHAPE["size"])
     # Triton's interpreter is slow for each sample and token; four heads are necessary.

@@ -66,7 +66,7 @@ PATTERNS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("queries", "keys", "masked"), [(130, 130, False), (40, 201, True), (150, 150, True)])
 @pytest.mark.sample(30)
-def test_lists_give_what_the_reference_gives(name, dtype, queries, keys, masked):
+def test_lists_equal_the_reference(name, dtype, queries, keys, masked):
     # Values of one sign, as sums that cancel say nothing; as projections lay heads out.
     q, grad = (torch.randn(2, queries, 2, width).to(dtype) for width in (24, 17))
     k, v = (torch.randn(2, keys, 2, width).to(dtype) for width in (24, 17))

@@ -47,7 +47,7 @@ def test_chunks_and_blocks_of_heads_change_nothing(monkeypatch, causal, queries,
 @example(queries=129, keys=33, heads=1, size=8, values=16)
 @needs_compiler
 @pytest.mark.sample(10)
-def test_c_gives_what_the_reference_gives(causal, dtype, kind, feature_map, queries, keys, heads, size, values):
+def test_c_equals_the_reference(causal, dtype, kind, feature_map, queries, keys, heads, size, values):
     # Values of one sign, as sums that cancel say nothing; as projections lay heads out.
     q, grad = (torch.randn(2, queries, heads, width).to(dtype) for width in (size, values))
     k, v = (torch.randn(2, keys, heads, width).to(dtype) for width in (size, values))
@@ -90,9 +90,7 @@ def test_sums_are_overwritten_while_decoding_and_kept_while_training():
 @pytest.mark.parametrize(("queries", "keys", "size"), [(130, 130, 64), (65, 200, 24), (200, 90, 17), (9, 9, 5)])
 @needs_compiler
 @pytest.mark.sample(40)
-def test_c_gives_what_the_reference_gives_of_every_map_and_window(
-    causal, dtype, feature_map, width, queries, keys, size
-):
+def test_c_equals_the_reference_for_every_map_and_window(causal, dtype, feature_map, width, queries, keys, size):
     q, grad = (torch.randn(2, queries, 3, size).to(dtype) for _ in range(2))
     k, v = (torch.randn(2, keys, 3, size).to(dtype) for _ in range(2))
     v, grad = v.abs() + 0.1, grad.abs() + 0.1
@@ -161,7 +159,7 @@ def test_decoding_in_c_refuses_unsupported_forms_and_auto_uses_the_reference():
 @torch.no_grad()
 @needs_compiler
 @pytest.mark.sample(5)
-def test_decoding_in_c_gives_what_the_reference_gives(dtype, feature_map, width, masked, cuts, size, values):
+def test_decoding_in_c_equals_the_reference(dtype, feature_map, width, masked, cuts, size, values):
     # As projections lay heads out.
     q, k, v = (torch.randn(2, 150, 3, n).to(dtype).transpose(1, 2) for n in (size, size, values))
     v = v.abs() + 0.1

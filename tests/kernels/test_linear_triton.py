@@ -231,7 +231,7 @@ def test_it_repeats_bit_by_bit(causal):
 
 
 @pytest.mark.sample(0)
-def test_the_operator_passes_pytorchs_own_checks():
+def test_the_operator_passes_opcheck():
     q, k, v = (x.requires_grad_() for x in draw(17, 17, heads=1))
     opcheck(launching.linear_forward.operator, (q, k, v, None, True, True, "elu", 1.0, 1e-6))
 

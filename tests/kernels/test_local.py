@@ -54,7 +54,7 @@ def test_the_window_is_inclusive_on_both_sides():
 @example(queries=129, keys=17, left=128, right=128, size=8, values=24)
 @example(queries=17, keys=129, left=70, right=0, size=8, values=24)
 @pytest.mark.sample(3)
-def test_c_gives_what_the_reference_gives(dtype, kind, queries, keys, left, right, size, values):
+def test_c_equals_the_reference(dtype, kind, queries, keys, left, right, size, values):
     # Values of one sign, as sums that cancel say nothing; as projections lay heads out.
     q, grad = (torch.randn(2, queries, 2, width).to(dtype) for width in (size, values))
     k, v = (torch.randn(2, keys, 2, width).to(dtype) for width in (size, values))

@@ -126,7 +126,7 @@ def test_pairs_count_as_often_as_the_rounds_bring_them_together(variant, causal,
 
 @pytest.mark.parametrize(("variant", "causal", "dedup"), CASES)
 @pytest.mark.sample(3)
-def test_padded_tokens_are_as_if_they_were_not_there(variant, causal, dedup):
+def test_padded_tokens_equal_missing_ones(variant, causal, dedup):
     q, k, v = drawn(47, 47, batch=2)
     mask = torch.rand(2, 47) < 0.7
     out, projections = attend(q, k, v, mask, variant=variant, causal=causal, dedup=dedup)
@@ -223,9 +223,7 @@ def test_orders_in_c_bring_the_same_tokens_together(causal, length, keys, rounds
     [(200, 200, 16, 64), (70, 200, 5, 8), (1, 90, 9, 8), (30, 20, 4, 24), (13, 13, 1, 8)],
 )
 @pytest.mark.sample(20)
-def test_c_gives_what_the_reference_gives_in_every_form(
-    variant, causal, dedup, dtype, masked, queries, keys, cluster, size
-):
+def test_c_equals_the_reference_in_every_form(variant, causal, dedup, dtype, masked, queries, keys, cluster, size):
     # Shared keys are made from the queries.
     queries = keys if variant == "shared" else queries
     q, k = (torch.randn(2, 3, n, size).to(dtype) for n in (queries, keys))

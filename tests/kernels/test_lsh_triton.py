@@ -189,9 +189,9 @@ def test_it_repeats_bit_by_bit():
     assert all(torch.equal(*each) for each in zip(one, two, strict=True))
 
 
-@pytest.mark.parametrize("own", ["always", "last resort"])
+@pytest.mark.parametrize("own_keys", ["always", "last resort"])
 @pytest.mark.sample(1)
-def test_the_operators_pass_pytorchs_own_checks(own):
+def test_operators_pass_opcheck(own_keys):
     q, k, v = (x.requires_grad_() for x in draw(9, 9))
     projections = drawn(16, "asymmetric", True, rounds=2)
     with torch.no_grad():

@@ -255,7 +255,7 @@ def test_it_repeats_bit_by_bit(causal):
 
 @pytest.mark.parametrize(("kernel", "causal", "whole"), [("softmax", True, True), ("relu", False, False)])
 @pytest.mark.sample(0)
-def test_the_operator_passes_pytorchs_own_checks(kernel, causal, whole):
+def test_the_operator_passes_opcheck(kernel, causal, whole):
     q, k, v = (x.requires_grad_() for x in draw(17, 17))
     opcheck(launching.performer_forward.operator, (q, k, v, projection(16), None, None, causal, whole, kernel, 0.25))
 

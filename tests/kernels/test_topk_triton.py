@@ -214,9 +214,9 @@ def test_some_queries_after_others_change_nothing(monkeypatch):
 
 
 @pytest.mark.sample(0)
-def test_what_is_kept_for_the_gradients_grows_with_what_is_kept_of_the_keys():
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x):
+def test_memory_for_gradients_grows_with_the_kept_keys():
+    selected = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: selected.append(x.shape) or x, lambda x: x):
         attend(*(x.requires_grad_() for x in draw(40, 60)), topk=3)
     assert sorted(selected) == sorted([(1, 1, 40, 16), (1, 1, 60, 16), (1, 1, 60, 16), (1, 1, 40), (1, 1, 40, 3)])
 
@@ -251,7 +251,7 @@ def test_it_repeats_bit_by_bit():
 
 
 @pytest.mark.sample(0)
-def test_the_operators_pass_pytorchs_own_checks():
+def test_operators_pass_opcheck():
     q, k, v = (x.requires_grad_() for x in draw(9, 12))
     opcheck(topk_forward.operator, (q, k, v, mask(12)[:1].view(torch.uint8), 3, True, 0.3))
 

@@ -64,7 +64,7 @@ def test_shapes_dtypes_and_gradients_are_right_and_empty_rows_are_zero(name, cau
 @given(shape=shapes)
 @few
 @pytest.mark.sample(30)
-def test_what_stands_in_padding_cannot_matter(name, causal, kind, shape):
+def test_contents_of_padding_do_not_matter(name, causal, kind, shape):
     mechanism = make(name, causal, heads=shape["heads"], size=shape["size"])
     mask = draw_mask(kind, **shape)
     q, k, v = draw(**shape)
@@ -79,7 +79,7 @@ def test_what_stands_in_padding_cannot_matter(name, causal, kind, shape):
 @given(shape=shapes, extra=st.integers(1, 70))
 @few
 @pytest.mark.sample(20)
-def test_amount_of_padding_and_batch_neighbours_cannot_matter(name, causal, side, shape, extra):
+def test_amount_of_padding_and_batch_neighbours_do_not_matter(name, causal, side, shape, extra):
     mechanism = make(name, causal, heads=shape["heads"], size=shape["size"])
     q, k, v = draw(**shape)
     mask = draw_mask(side, **shape)
@@ -138,7 +138,7 @@ def test_causal_never_sees_the_future(name, kind, shape, cut):
 @given(shape=shapes, new=lengths)
 @few
 @pytest.mark.sample(10)
-def test_new_queries_on_top_of_a_cache_give_what_the_whole_gives(name, shape, new):
+def test_new_queries_on_a_cache_equal_the_whole_sequence(name, shape, new):
     new = (new - 1) % shape["length"] + 1
     mechanism = make(name, True, heads=shape["heads"], size=shape["size"])
     mask = draw_mask("left", **shape)
@@ -186,7 +186,7 @@ def test_activations_that_are_checkpointed_give_the_same_gradients(name, causal)
 @pytest.mark.parametrize(("name", "causal"), LEARNED)
 @pytest.mark.parametrize("kind", ["none", "arbitrary"])
 @pytest.mark.sample(5)
-def test_gradients_of_what_is_learned_are_right(name, causal, kind):
+def test_gradients_of_parameters_are_right(name, causal, kind):
     shape = {"batch": 2, "heads": 2, "length": 9, "size": 3, "values": 2, "seed": 1}
     mask = None if kind == "none" else draw_mask(kind, **shape)
     mechanism = make(name, causal, heads=2, size=3)
@@ -369,7 +369,7 @@ def test_weights_give_the_output_back(name, causal, kind):
 @given(shape=shapes)
 @few
 @pytest.mark.sample(20)
-def test_layout_in_memory_cannot_matter(name, causal, shape):
+def test_memory_layout_does_not_matter(name, causal, shape):
     mechanism = make(name, causal, heads=shape["heads"], size=shape["size"])
     q, k, v = draw(**shape)
     torch.testing.assert_close(mechanism(q.contiguous(), k.contiguous(), v.contiguous()), mechanism(q, k, v))

@@ -72,7 +72,7 @@ def test_shared_keys_are_as_good_as_repeated_ones(name, causal, groups, kind, im
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("name", BOUNDED)
 @pytest.mark.sample(30)
-def test_a_state_of_shared_keys_gives_what_the_whole_gives(name, groups, masked, impl):
+def test_a_state_of_shared_keys_equals_the_whole_sequence(name, groups, masked, impl):
     mechanism = mechanism_of(name, True)
     q, k, v = grouped(groups)
     mask = draw_mask("left", **SHAPE) if masked else torch.ones(SHAPE["batch"], SHAPE["length"], dtype=torch.bool)

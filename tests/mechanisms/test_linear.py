@@ -95,7 +95,7 @@ def test_learned_maps_start_as_the_identity_and_the_mix_at_a_tenth(causal):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("feature_map", ["elu", "t2r", "hedgehog"])
 @pytest.mark.sample(1)
-def test_gradients_of_what_is_learned_are_right(causal, feature_map):
+def test_gradients_of_parameters_are_right(causal, feature_map):
     q, k, v = torch.randn(3, 2, 2, 9, 8).double().unbind()
     mask = torch.rand(2, 9) < 0.8
     mechanism = make(causal=causal, feature_map=feature_map, window=3).double()

@@ -94,7 +94,7 @@ def test_copies_a_variant_that_meets_its_target_unchanged(study, tmp_path):
 
 
 @pytest.mark.sample(0)
-def test_the_teacher_of_a_model_that_was_trained_already_is_the_base(study, tmp_path):
+def test_the_teacher_of_a_trained_model_is_the_base(study, tmp_path):
     heal = f"{HEAL}, variants: [local]}}"
     heals = f"[{heal}, {heal.replace('recover: task', 'recover: distill')}]"
     run(recipe.read(written(study, tmp_path / "r.yaml", heals)), tmp_path / "run")

@@ -60,7 +60,7 @@ FAULTS = {
 
 @pytest.mark.parametrize(("fault", "code", "words"), FAULTS.values(), ids=FAULTS)
 @pytest.mark.sample(1)
-def test_a_fault_is_told_in_one_line_and_the_same_command_completes_the_push(converted, hub, fault, code, words):
+def test_reports_a_fault_in_one_line_and_a_second_run_completes_the_push(converted, hub, fault, code, words):
     hub.faults = [fault]
     with pytest.raises(ApproxError) as caught:
         api.push(converted, "ada/m")
@@ -75,7 +75,7 @@ def test_a_fault_is_told_in_one_line_and_the_same_command_completes_the_push(con
 
 
 @pytest.mark.sample(0)
-def test_a_slow_hub_that_fails_now_and_then_is_waited_for(converted, hub):
+def test_waits_for_a_slow_hub_that_sometimes_fails(converted, hub):
     hub.faults = [
         Fault("preupload", 503, times=2),
         Fault("PUT /lfs", times=1),

@@ -289,7 +289,7 @@ def test_requires_public_for_a_public_repository(converted, hub):
 
 
 @pytest.mark.sample(0)
-def test_a_repository_of_another_model_is_not_written_over(converted, hub):
+def test_does_not_overwrite_another_models_repository(converted, hub):
     hub.create("ada/bert").commit("main", {"config.json": b"{}", "pytorch_model.bin": b"x"}, "by hand")
     with pytest.raises(ApproxError, match=r"holds another model \(config.json\) that approx did not push.*--force"):
         api.push(converted, "ada/bert")

@@ -36,7 +36,7 @@ def test_uploads_everything_once_and_nothing_the_second_time(converted, place):
 
 
 @pytest.mark.sample(0)
-def test_another_model_takes_the_place_of_the_first_and_no_file_of_it_stays(converted, other, place):
+def test_another_model_replaces_all_files_of_the_first(converted, other, place):
     api.push(converted, place.repo)
     place.write("notes.txt", "written on the hub")
     done = api.push(other, place.repo)
@@ -74,7 +74,7 @@ def test_a_push_to_a_branch_leaves_main_and_is_compared_with_its_own_commit(conv
 
 
 @pytest.mark.sample(0)
-def test_it_says_what_it_would_do_before_it_does_it(converted, other, hub):
+def test_shows_its_changes_before_it_uploads(converted, other, hub):
     shown, said = [], []
 
     def agree(upload):
@@ -208,7 +208,7 @@ def other_weights(folder, other):
     ],
 )
 @pytest.mark.sample(2)
-def test_what_comes_back_is_compared(converted, other, hub, monkeypatch, change, said):
+def test_compares_the_downloaded_copy(converted, other, hub, monkeypatch, change, said):
     download = pushing.Remote.download
 
     def tampered(self, commit, folder):
@@ -249,7 +249,7 @@ def test_the_pushed_model_runs_in_a_pipeline_at_its_pinned_commit(converted, hub
 
 
 @pytest.mark.sample(0)
-def test_what_the_user_states_of_a_local_base_is_in_the_card(converted, hub, tmp_path):
+def test_the_card_has_the_fields_that_the_user_states(converted, hub, tmp_path):
     folder = shutil.copytree(converted, tmp_path / "mine")
     card = folder / "README.md"
     card.write_text("---\nlicense: other\nlicense_name: theirs\nlicense_link: LICENSE\n---\nText\n")

@@ -55,7 +55,7 @@ def test_a_run_pushes_its_variant_with_its_record_and_only_once(study, hub, tmp_
 
 @pytest.mark.parametrize("stop", ["cut", "interrupted"])
 @pytest.mark.sample(1)
-def test_a_run_that_was_stopped_while_it_pushed_completes_it(study, hub, tmp_path, stop):
+def test_resumes_a_run_that_stopped_while_pushing(study, hub, tmp_path, stop):
     asked, out = read(tmp_path, study + PUSH), tmp_path / "run"
 
     def interrupt(stage: str, done: int, total: int) -> None:
@@ -139,7 +139,7 @@ def test_without_a_push_the_folder_is_written_and_no_hub_is_asked(study, hub, tm
 
 
 @pytest.mark.sample(0)
-def test_what_was_healed_is_pushed_with_the_results_after_its_training(study, hub, tmp_path):
+def test_pushes_a_healed_variant_with_its_results_after_training(study, hub, tmp_path):
     data = Path(write_sst2(tmp_path))
     rows = [row.replace(" is", " is not very") for row in ROWS[:8]]
     (data / "dev.tsv").write_text("\n".join(["sentence\tlabel", *rows]) + "\n", encoding="utf-8")

@@ -225,7 +225,7 @@ def test_inductor_gives_the_same(family, name):
 
 @pytest.mark.parametrize(("name", "causal"), [form for form in FORMS if form[0] in MECHANISMS])
 @pytest.mark.sample(12)
-def test_counted_operations_are_those_that_are_told(name, causal):
+def test_counted_operations_equal_the_formula(name, causal):
     length = 512
     mechanism = MECHANISMS[name](2, 32, causal=causal, scale=32**-0.5)
     q, k, v = draw(batch=1, heads=2, length=length, size=32, values=32, seed=0)

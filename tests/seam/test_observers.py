@@ -79,7 +79,7 @@ def agree(actual: Tensor, expected: Tensor, mask: Tensor) -> None:
 @over_all
 @pytest.mark.parametrize("padded", [0, 7])
 @pytest.mark.sample(10)
-def test_what_was_traced_is_right_for_other_inputs_and_masks_of_the_shape(family, name, padded):
+def test_a_trace_is_right_for_other_inputs_and_masks_of_the_shape(family, name, padded):
     net = converted(family, name)
     with torch.no_grad():
         traced: Any = torch.jit.trace(net, draw(0, padded), check_trace=False)
@@ -124,7 +124,7 @@ def test_refuses_second_derivatives_of_one_operator():
 @over_all
 @pytest.mark.parametrize("way", ["torch.func", "dual level"])
 @pytest.mark.sample(24)
-def test_forward_mode_gives_the_derivative_that_reverse_mode_gives(family, name, way):
+def test_forward_and_reverse_mode_derivatives_agree(family, name, way):
     net = converted(family, name)
     ids, mask = draw(0, 7)
     x = net.model.get_input_embeddings()(ids).detach().requires_grad_()
@@ -200,7 +200,7 @@ def test_autocast_rounds_and_no_more(family, name):
 
 @over_kinds
 @pytest.mark.sample(12)
-def test_tensors_without_numbers_have_the_shape_of_the_output(family, name):
+def test_meta_tensors_have_the_shape_of_the_output(family, name):
     net = converted(family, name)
     inputs = draw(0, 7)
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode:

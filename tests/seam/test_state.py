@@ -40,7 +40,7 @@ def changed(tensor, how):
 
 @pytest.mark.parametrize("how", ["negative", "huge", "NaN", "infinite"])
 @pytest.mark.sample(2)
-def test_a_folder_with_it_is_not_loaded(folder, tmp_path, how):
+def test_refuses_to_load_a_folder_with_unusable_state(folder, tmp_path, how):
     weights = load_file(folder / "model.safetensors")
     for file in folder.iterdir():
         if file.is_file():

@@ -163,7 +163,7 @@ def registers(request, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("held")
+@pytest.mark.usefixtures("registers")
 @pytest.mark.parametrize("topk", [1, 40])
 def test_the_largest_are_chosen_to_the_last_bit(topk):
     bits = torch.randint(-(2**31), 2**31, (6, 83), dtype=torch.int32)
@@ -174,7 +174,7 @@ def test_the_largest_are_chosen_to_the_last_bit(topk):
     assert (top.diff(dim=1) > 0).all()
 
 
-@pytest.mark.usefixtures("held")
+@pytest.mark.usefixtures("registers")
 def test_keys_that_are_not_real_are_never_chosen():
     scores, real = torch.randn(5, 83).to(DEVICE), torch.arange(83).to(DEVICE) % 4 == 1
     scores[:, 1:40] = -torch.inf

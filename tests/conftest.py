@@ -52,6 +52,7 @@ def pytest_addoption(parser):
     parser.addoption("--sample", action="store_true", help="run some cases of tests that are marked with `sample`")
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
     """Leave out cases of tests that have many near-equal ones; which ones stay depends only on their names."""
     if not config.getoption("--sample"):

@@ -326,6 +326,8 @@ def _held_out_loss(phase: Phase, read: trainer.TrainingData, model: Any) -> Call
 
 # AdamW's two averages, in float32; the trial step measures the gradients.
 _BYTES_OF_TRAINED = 8
+# A rehearsal leaves the memory to what else runs.
+_MOST_TRIAL_MB = 2000.0
 
 
 @dataclass(frozen=True)
@@ -352,7 +354,8 @@ def estimate(model: Any, phase: Phase, prepared: Preparation, options: FinetuneS
     """Estimate time and memory of a mode from trial steps; the model is not changed.
 
     The first step has one of the longest inputs. A step of a whole batch follows only if it would take at most half of
-    the available memory; otherwise the steps have as many inputs as would, and time and memory grow in proportion.
+    the available memory, and at most 2 GB; otherwise the steps have as many inputs as would, and time and memory grow in
+    proportion.
 
     Args:
         model: The model.
@@ -386,14 +389,13 @@ def estimate(model: Any, phase: Phase, prepared: Preparation, options: FinetuneS
             return peak_mb(lambda: step(rows[-inputs:]), device)
 
         # Memory is measured on the longest inputs, time on those of median length.
-        needed = first = peak(1)
-        tried = 1
-        if count > 1:
-            needed = peak(2)
+        first, tried, most = peak(1), 1, min(available_bytes(device) / 2e6, _MOST_TRIAL_MB)
+        # A step of two takes no more than two steps of one.
+        needed = first * count
+        if count > 1 and 2 * first <= most:
             # The gradients are in the first already.
-            more = max(needed - first, 1e-6)
-            room = int((available_bytes(device) / 2e6 - first) / more) + 1
-            tried = min(count, max(room, 2))
+            more = max(peak(2) - first, 1e-6)
+            tried = min(count, max(int((most - first) / more) + 1, 2))
             needed = peak(tried) if tried == count else first + more * (count - 1)
         middle = max(len(rows) // 2 - tried // 2, 0)
         usual = rows[middle : middle + tried]

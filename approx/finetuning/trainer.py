@@ -259,7 +259,8 @@ class Transfer:
     it. With `joint` the model runs its mechanisms, and each layer learns on the outputs of the layers before it. Only
     the mechanisms are trained, so no second model is needed and the backward pass keeps no activations of the model.
 
-    Source: Zhang et al. 2024, LoLCATs, arXiv 2410.10254; departs from it in the loss, which is relative to the target.
+    Source: Zhang et al. 2024, LoLCATs, arXiv 2410.10254; departs from it in the loss, which is relative to how much the
+    target varies from token to token.
 
     Args:
         joint: Whether later layers receive the outputs of the mechanisms.
@@ -325,7 +326,7 @@ class Distill:
     """Distance from a teacher's outputs (with a temperature), hidden states and attention outputs, and from labels.
 
     Source: Hinton et al. 2015, arXiv 1503.02531, for the outputs; layers as in Jiao et al. 2020, TinyBERT, arXiv
-    1909.10351, with errors relative to the teacher's activations.
+    1909.10351, with errors relative to how much the teacher's activations vary from token to token.
 
     Args:
         teacher: The exact model; its parameters are frozen.
@@ -343,10 +344,17 @@ class Distill:
         outputs, attention = self._run(model, inner, inputs if weights.labels else unlabelled)
         mask = unlabelled.get("attention_mask")
         several = kind_of_outputs(self._teacher.config) == SEVERAL
-        pairs = [(outputs[name], target[name]) for name in target if name.endswith("logits")] if weights.logits else []
+        compared = [name for name in target if name.endswith("logits")] if weights.logits else []
         terms = [
-            weights.logits * _distance(one, other, mask, weights.temperature, several=several) / len(pairs)
-            for one, other in pairs
+            weights.logits
+            * _distance(
+                *(_without_padding(each[name], mask) if name in _PLACES else each[name] for each in (outputs, target)),
+                mask,
+                weights.temperature,
+                several=several,
+            )
+            / len(compared)
+            for name in compared
         ]
         if weights.hidden:
             layers = list(zip(outputs.hidden_states[1:], target.hidden_states[1:], strict=True))
@@ -356,7 +364,7 @@ class Distill:
         if weights.attention:
             terms += [
                 weights.attention
-                * relative_error(call.output, target_attention[path].output, _real(call))
+                * relative_error(call.output, target_attention[path].output, _real(call, mask))
                 / len(attention)
                 for path, call in attention.items()
             ]
@@ -393,29 +401,44 @@ def divergence_of_labels(outputs: Tensor, target: Tensor) -> Tensor:
     return (F.binary_cross_entropy_with_logits(outputs, target.sigmoid(), reduction="none") - least).sum(-1)
 
 
+# A target that is nearly the same at every token has hardly any energy around its mean.
+_LEAST_SHARE = 0.01
+
+
 def relative_error(outputs: Tensor, target: Tensor, real: Tensor | None = None) -> Tensor:
-    """Squared error relative to the squared target, a scalar.
+    """Squared error relative to the target's energy around its mean, a scalar.
+
+    The mean is that of each channel over the tokens of the batch. In the last layers of an encoder it holds more than
+    half of all energy, so that an error relative to the whole would look small where the tokens are not told apart.
 
     Args:
-        outputs: Tensor of any shape.
+        outputs: [B, …, L, E].
         target: Tensor of the same shape.
-        real: 1 where an entry counts and 0 elsewhere, broadcastable; None if all count.
+        real: 1 at tokens that count and 0 elsewhere, broadcastable; None if all count.
     """
-    apart, size = (outputs.float() - target.float()).square(), target.float().square()
-    if real is not None:
-        apart, size = apart * real, size * real
-    return apart.sum() / size.sum().clamp(min=torch.finfo(torch.float32).tiny)
+    outputs, target = outputs.float(), target.float()
+    real = torch.ones_like(target[..., :1]) if real is None else real.expand_as(target[..., :1])
+    over = (0, target.dim() - 2)
+    mean = (target * real).sum(over, keepdim=True) / real.sum(over, keepdim=True).clamp(min=1)
+    apart, around, whole = ((x.square() * real).sum() for x in (outputs - target, target - mean, target))
+    return apart / torch.maximum(around, _LEAST_SHARE * whole).clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def _without_targets(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: x for name, x in inputs.items() if name not in _TARGETS}
 
 
-def _real(call: Call) -> Tensor | None:
-    """Real queries, [B, 1, L, 1]."""
-    if call.mask is None or call.mask.dim() != 2 or call.mask.shape[1] != call.q.shape[2]:
-        return None
-    return call.mask[:, None, :, None].float()
+def _real(call: Call, mask: Tensor | None = None) -> Tensor | None:
+    """Real queries, [B, 1, L, 1]; None if all are, or it is not known.
+
+    Args:
+        call: The call.
+        mask: The model's own mask, [B, L], for calls whose mask is another: that of an exact layer may have 4 dimensions.
+    """
+    for real in (call.mask, mask):
+        if real is not None and real.shape == (call.q.shape[0], call.q.shape[2]):
+            return real[:, None, :, None].float()
+    return None
 
 
 def _weights(call: Call) -> Tensor:
@@ -441,6 +464,17 @@ def _divergence(outputs: Tensor, target: Tensor, real: Tensor | None) -> Tensor:
     return (apart * real).sum() / (real.sum() * apart.shape[1])
 
 
+# Logits over the places of an input, [B, L], not over classes.
+_PLACES = ("start_logits", "end_logits")
+
+
+def _without_padding(logits: Tensor, mask: Tensor | None) -> Tensor:
+    """Logits over places, without probability at padding: the model gives it some, which no answer can use."""
+    if mask is None or mask.shape != logits.shape:
+        return logits
+    return logits.float().masked_fill(mask == 0, -1e9)
+
+
 def _distance(outputs: Tensor, target: Tensor, mask: Tensor | None, temperature: float, *, several: bool) -> Tensor:
     """Divergence of outputs over the last dimension, or of each of `several` labels; squared error if it has size 1."""
     if several:
@@ -449,7 +483,7 @@ def _distance(outputs: Tensor, target: Tensor, mask: Tensor | None, temperature:
         return F.mse_loss(outputs.float(), target.float())
     log_outputs, log_target = (F.log_softmax(x.float() / temperature, -1) for x in (outputs, target))
     apart = (log_target.exp() * (log_target - log_outputs)).sum(-1) * temperature**2
-    # Only outputs of single tokens, [B, L, V], have padding.
+    # Outputs of single tokens, [B, L, V].
     if mask is not None and mask.shape == apart.shape:
         return (apart * mask).sum() / mask.sum()
     return apart.mean()

@@ -52,8 +52,12 @@ def test_estimate_measures_time_and_memory_and_does_not_change_the_model(recover
     assert not model.training
 
 
-@pytest.mark.parametrize(("room_mb", "largest"), [(1000.0, 8), (9.0, 4), (1.0, 2)])
-def test_trial_steps_begin_with_one_input_and_fill_half_the_memory_at_most(room_mb, largest, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("room_mb", "input_mb", "largest"), [(1000.0, 1, 8), (9.0, 1, 4), (1.0, 1, 1), (64_000.0, 400, 4)]
+)
+def test_trial_steps_begin_with_one_input_and_fill_half_the_memory_at_most(
+    room_mb, input_mb, largest, tmp_path, monkeypatch
+):
     model = model_of()
     stage = options_of(write_sst2(tmp_path), recover=["task"], steps=50, batch_size=8)
     prepared = prepare_training(model, tiny_tokenizer(), stage)
@@ -66,14 +70,15 @@ def test_trial_steps_begin_with_one_input_and_fill_half_the_memory_at_most(room_
 
     monkeypatch.setattr(type(prepared.data), "batch", counted)
     # Half a megabyte for the gradients, one for each input.
-    monkeypatch.setattr(estimating, "peak_mb", lambda step, device: step() or 0.5 + sizes[-1])
+    monkeypatch.setattr(estimating, "peak_mb", lambda step, device: step() or 0.5 + input_mb * sizes[-1])
     monkeypatch.setattr(estimating, "available_bytes", lambda device: int(room_mb * 1e6))
     found = estimate(model, prepared.phases[0], prepared, stage)
-    assert sizes[:2] == [1, 2]
+    assert sizes[:2] == [1, min(largest, 2)]
     assert max(sizes) == largest
-    # Of a whole batch in any case.
+    # Of a whole batch in any case; after one input alone the most that it can be.
     weights = sum(one.numel() * 4 for one in model.parameters())
-    assert found.memory_mb == pytest.approx(8.5 + (weights + 8 * found.trained) / 1e6, abs=0.06)
+    needed = 8 * 1.5 if largest == 1 else 0.5 + 8 * input_mb
+    assert found.memory_mb == pytest.approx(needed + (weights + 8 * found.trained) / 1e6, abs=0.06)
 
 
 @pytest.mark.parametrize(("batch", "tried"), [(4, 4), (500, 36)])

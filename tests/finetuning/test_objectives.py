@@ -35,6 +35,15 @@ def converted(architecture: str, mechanism: str = "linear", **settings):
     return model
 
 
+def error_of(outputs: torch.Tensor, target: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The squared error at real tokens, relative to the target's energy around its mean; [B, L, D] or [B, H, L, E]."""
+    outputs, target = (
+        (x if x.dim() == 3 else x.transpose(1, 2).flatten(2)).flatten(0, 1)[mask.flatten().bool()]
+        for x in (outputs, target)
+    )
+    return (outputs - target).square().sum() / (target - target.mean(0)).square().sum()
+
+
 def inputs_of(model, length: int = 24):
     return example_inputs(model, length, batch=2, padded=6, device=model.device)
 
@@ -164,12 +173,60 @@ def test_labels_can_be_part_of_a_distillation():
 
 
 def test_the_relative_error_leaves_out_what_does_not_count():
-    outputs, target = torch.tensor([[1.0, 2.0], [9.0, 9.0]]), torch.tensor([[1.0, 4.0], [0.0, 0.0]])
-    assert float(relative_error(outputs, target, torch.tensor([[1.0], [0.0]]))) == pytest.approx(4 / 17)
-    assert float(relative_error(outputs, target)) == pytest.approx((4 + 162) / 17)
+    outputs, target = (
+        torch.tensor([[[1.0, 2.0], [3.0, 4.0], [9.0, 9.0]]]),
+        torch.tensor([[[1.0, 4.0], [3.0, 8.0], [0.0, 0.0]]]),
+    )
+    real = torch.tensor([[[1.0], [1.0], [0.0]]])
+    # Around the mean (2, 6) of the real tokens.
+    assert float(relative_error(outputs, target, real)) == pytest.approx((4 + 16) / (1 + 4 + 1 + 4))
+    assert float(relative_error(outputs, target, torch.zeros(1, 3, 1))) == 0.0
     # Of a target of nothing but zeros, which nothing can be relative to, an equal output has no error.
-    assert float(relative_error(target[1], target[1])) == 0.0
-    assert float(relative_error(outputs, target, torch.zeros(2, 1))) == 0.0
+    assert float(relative_error(target[:, 2:], target[:, 2:])) == 0.0
+
+
+def test_the_relative_error_does_not_count_what_all_tokens_have_in_common():
+    outputs, target = torch.randn(2, 2, 3, 5, 4)
+    plain = float(relative_error(outputs, target))
+    assert float(relative_error(outputs + 2, target + 2)) == pytest.approx(plain, rel=1e-4)
+    # A target without any difference between its tokens is what it would be divided by nothing.
+    same = torch.full((1, 3, 2), 5.0)
+    assert float(relative_error(same + 1, same)) == pytest.approx(1 / (0.01 * 25))
+
+
+def test_padding_has_no_probability_among_the_places_of_an_answer():
+    outputs, target = torch.randn(2, 3, 6) * 3
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0], [1, 1, 0, 0, 0, 0]])
+    expected = []
+    for row, length in enumerate((6, 3, 2)):
+        p, q = ((x[row, :length].double() / 2).softmax(-1) for x in (target, outputs))
+        expected.append(4 * float((p * (p / q).log()).sum()))
+    pair = [Fixed(None, start_logits=x, end_logits=x) for x in (target, outputs)]
+    loss = Distill(pair[0], Distillation(hidden=0.0)).loss(pair[1], pair[1], {"attention_mask": mask})
+    assert float(loss) == pytest.approx(sum(expected) / 3, rel=1e-4)
+    # As many classes as tokens are no places.
+    classes = [Fixed(x) for x in (target, outputs)]
+    loss = Distill(classes[0], Distillation(hidden=0.0)).loss(classes[1], classes[1], {"attention_mask": mask[:, :6]})
+    whole = [(target.double() / 2).log_softmax(-1), (outputs.double() / 2).log_softmax(-1)]
+    assert float(loss) == pytest.approx(float(4 * (whole[0].exp() * (whole[0] - whole[1])).sum(-1).mean()), rel=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["BertForSequenceClassification", "GPT2LMHeadModel"])
+def test_padding_counts_in_no_attention_output_of_an_exact_layer(architecture):
+    model = tiny(architecture)
+    surgery.convert(model, Plan((Rule("local", "0", settings={"left": 1}),)))
+    teacher, inputs = teacher_of(model), inputs_of(model)
+    calls: dict[str, list[Any]] = {"model": [], "target": []}
+    with torch.no_grad():
+        for one, into in zip((model, teacher), calls.values(), strict=True):
+            with observe(one, into.append):
+                one(**inputs)
+    assert any(call.mechanism is None for call in calls["model"])
+    errors = [
+        float(error_of(x.output, y.output, inputs["attention_mask"])) for x, y in zip(*calls.values(), strict=True)
+    ]
+    loss = Distill(teacher, Distillation(logits=0.0, hidden=0.0, attention=1.0)).loss(model, model, inputs)
+    assert float(loss.detach()) == pytest.approx(sum(errors) / len(errors), rel=1e-3)
 
 
 def test_a_teacher_keeps_extended_positions():
@@ -194,8 +251,8 @@ def test_mechanisms_learn_jointly_on_inputs_that_they_would_leave_exact():
 class Fixed:
     """A model with fixed logits, which records its calls."""
 
-    def __init__(self, logits: torch.Tensor, **more: torch.Tensor) -> None:
-        self.outputs, self.calls = {"logits": logits, **more}, []
+    def __init__(self, logits: torch.Tensor | None, **more: torch.Tensor) -> None:
+        self.outputs, self.calls = more if logits is None else {"logits": logits, **more}, []
         self.config = PreTrainedConfig()
 
     def eval(self):
@@ -254,20 +311,16 @@ def test_each_part_is_a_mean_over_layers_by_its_weight(part):
     )
     assert thrice == pytest.approx(3 * once, rel=1e-5)
     if part == "hidden":
-        mask = inputs["attention_mask"][:, :, None]
         with torch.no_grad():
             outputs, target = (one(**inputs, output_hidden_states=True).hidden_states[1:] for one in (model, teacher))
     else:
-        mask = inputs["attention_mask"][:, None, :, None]
         calls: dict[str, list[Any]] = {"model": [], "target": []}
         with torch.no_grad():
             for one, into in zip((model, teacher), calls.values(), strict=True):
                 with observe(one, into.append):
                     one(**inputs)
         outputs, target = ([call.output for call in into] for into in calls.values())
-    errors = [
-        float(((x - y) * mask).square().sum() / (y * mask).square().sum()) for x, y in zip(outputs, target, strict=True)
-    ]
+    errors = [float(error_of(x, y, inputs["attention_mask"])) for x, y in zip(outputs, target, strict=True)]
     assert once == pytest.approx(sum(errors) / 3, rel=1e-4)
 
 
@@ -320,8 +373,7 @@ def test_transfer_is_the_mean_over_layers_of_the_error_on_the_same_inputs():
     for call in calls:
         with torch.no_grad():
             mine = call.mechanism(call.q, call.k, call.v, call.mask)
-        real = call.mask[:, None, :, None]
-        errors.append(float(((mine - call.output) * real).square().sum() / (call.output * real).square().sum()))
+        errors.append(float(error_of(mine, call.output, call.mask)))
     loss = float(Transfer(model, joint=False, match="outputs").loss(model, model, inputs).detach())
     assert len(errors) == 3
     assert loss == pytest.approx(sum(errors) / 3, rel=1e-3)
@@ -402,8 +454,7 @@ def test_the_targets_of_joint_transfer_do_not_move_towards_the_outputs():
         scores = (call.q @ call.k.transpose(2, 3) * call.mechanism.scale).masked_fill(
             ~call.mask[:, None, None], float("-inf")
         )
-        target, real = (scores.softmax(-1) @ call.v).detach(), call.mask[:, None, :, None]
-        terms.append(((call.output - target) * real).square().sum() / (target * real).square().sum())
+        terms.append(error_of(call.output, (scores.softmax(-1) @ call.v).detach(), call.mask))
     torch.stack(terms).mean().backward()
     assert all(torch.allclose(found[name], model.get_parameter(name).grad, rtol=1e-3, atol=1e-7) for name in trained)
 
@@ -433,7 +484,6 @@ def test_mechanisms_of_groups_of_heads_are_fitted_each_to_its_own_heads():
     part = next(one for one in call.members() if list(one.mechanism.parameters()))
     with torch.no_grad():
         mine, target = part.mechanism(part.q, part.k, part.v, part.mask), call.output[:, :2]
-    real = call.mask[:, None, :, None]
-    expected = float(((mine - target) * real).square().sum() / (target * real).square().sum())
+    expected = float(error_of(mine, target, call.mask))
     loss = Transfer(model, joint=False, match="outputs").loss(model, model, inputs)
     assert float(loss.detach()) == pytest.approx(expected, rel=1e-3)

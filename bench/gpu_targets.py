@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from approx_kernels.ops.blocks.api import bigbird_lists
 from approx_kernels.ops.flash.triton import FORWARD
+from approx_kernels.ops.patterns.reference import bigbird_lists
 from bench.cpu_cases import HEADS, SIZE, Case, mechanism_of
 from bench.cpu_floor import limit, work_of
 from bench.gpu_cases import SUITES, TOKENS, of_suite

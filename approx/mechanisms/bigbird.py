@@ -4,12 +4,12 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from approx.mechanisms.mechanism import Mechanism, seed_number, true_or_false, whole_number
-from approx_kernels.ops.blocks.api import bigbird_attention, draw_blocks
-from approx_kernels.ops.patterns.reference import left_out, pattern_mask
+from approx.mechanisms.mechanism import seed_number, true_or_false, whole_number
+from approx.mechanisms.sparse import SparsePattern
+from approx_kernels.ops.patterns.reference import Listed, bigbird_lists, draw_blocks
 
 
-class BigBirdAttention(Mechanism):
+class BigBirdAttention(SparsePattern):
     """Softmax attention to neighbouring blocks, the first, the last and random ones, in O(n (5 + r) block D).
 
     The first and the last block see everything. The random blocks are drawn once, from the seed, and are the same in
@@ -40,9 +40,7 @@ class BigBirdAttention(Mechanism):
 
     supports_causal: ClassVar[bool] = False
     supports_decode: ClassVar[bool] = False
-    sparse: ClassVar[bool] = True
     token_settings: ClassVar[tuple[str, ...]] = ("block",)
-    compiles: ClassVar[str] = "Shapes depend on the number of real tokens."
     ranges: ClassVar[dict[str, tuple[float, float]]] = {"draws": (0, 2**31 - 1)}
     examples: ClassVar[dict[str, dict[str, Any]]] = {
         "": {"block": 3, "random": 1},
@@ -80,21 +78,9 @@ class BigBirdAttention(Mechanism):
         self.seed = seed_number(seed)
         self.draws.copy_(draw_blocks(self.random, self.seed))
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, *, dropout: float = 0.0
-    ) -> Tensor:
-        """Attend; dropout acts on the attention weights. Padded queries receive 0."""
-        return bigbird_attention(
-            q,
-            k,
-            v,
-            key_mask,
-            block=self.block,
-            draws=self.draws,
-            compatible=self.compatible,
-            scale=self.scale,
-            dropout=dropout,
-        )
+    def over(self, length: int) -> Listed:
+        """Blocks and their lists."""
+        return Listed(size=self.block, lists=bigbird_lists(-(-length // self.block), self.draws, self.compatible))
 
     @classmethod
     def exact_settings(cls, length: int) -> dict[str, Any]:
@@ -105,14 +91,6 @@ class BigBirdAttention(Mechanism):
         """One block more than the second block sees; with `compatible` a block between the first and the last."""
         seen = 2 if self.compatible and self.random else 4 + self.random
         return seen * self.block + 1
-
-    def pattern(self, length: int) -> Tensor:
-        """The pairs that it computes."""
-        return pattern_mask("bigbird", length, self.causal, self.settings)
-
-    def approximated_pairs(self, length: int) -> float:
-        """The pairs that the pattern leaves out."""
-        return left_out("bigbird", length, self.causal, self.settings)
 
     def flops(self, length: int) -> int:
         """Two products over the pairs of the listed blocks, and over all keys for the first and the last block."""

@@ -2,14 +2,12 @@
 
 from typing import Any, ClassVar, Literal
 
-from torch import Tensor
-
-from approx.mechanisms.mechanism import Mechanism, checked, whole_number
-from approx_kernels.ops.blocks.api import block_attention
-from approx_kernels.ops.patterns.reference import left_out, pattern_mask
+from approx.mechanisms.mechanism import checked, whole_number
+from approx.mechanisms.sparse import SparsePattern
+from approx_kernels.ops.patterns.reference import Blocks
 
 
-class BlockAttention(Mechanism):
+class BlockAttention(SparsePattern):
     """Softmax attention inside blocks and to neighbouring blocks, in O(n (2 neighbours + 1) size D).
 
     Blocks count the real tokens of a sample. Without neighbours no information passes between blocks, unless the
@@ -33,9 +31,7 @@ class BlockAttention(Mechanism):
     """
 
     supports_decode: ClassVar[bool] = True
-    sparse: ClassVar[bool] = True
     token_settings: ClassVar[tuple[str, ...]] = ("size", "shift")
-    compiles: ClassVar[str] = "Shapes depend on the number of real tokens."
     examples: ClassVar[dict[str, dict[str, Any]]] = {"": {"size": 5, "shift": 2}}
     searched: ClassVar[Literal["always", "healed", "named"]] = "always"
     source: ClassVar[str] = (
@@ -65,22 +61,10 @@ class BlockAttention(Mechanism):
             else whole_number("shift", shift, 0, self.size - 1)
         )
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, *, dropout: float = 0.0
-    ) -> Tensor:
-        """Attend; dropout acts on the attention weights. Padded queries receive 0."""
-        return block_attention(
-            q,
-            k,
-            v,
-            key_mask,
-            size=self.size,
-            neighbours=self.neighbours,
-            shift=0 if isinstance(self.shift, str) else self.shift,
-            causal=self.causal,
-            scale=self.scale,
-            dropout=dropout,
-        )
+    def over(self, length: int) -> Blocks:
+        """Blocks and their neighbours."""
+        shift = 0 if isinstance(self.shift, str) else self.shift
+        return Blocks(self.causal, size=self.size, neighbours=self.neighbours, shift=shift)
 
     @classmethod
     def for_layer(cls, settings: dict[str, Any], rank: int) -> dict[str, Any]:
@@ -97,14 +81,6 @@ class BlockAttention(Mechanism):
     def approximates_from(self) -> int:
         """One token beyond the last block that the first block sees."""
         return self.size * (1 + self.neighbours) - (0 if isinstance(self.shift, str) else self.shift) + 1
-
-    def pattern(self, length: int) -> Tensor:
-        """The pairs that it computes."""
-        return pattern_mask("block", length, self.causal, self.settings)
-
-    def approximated_pairs(self, length: int) -> float:
-        """The pairs that the pattern leaves out."""
-        return left_out("block", length, self.causal, self.settings)
 
     def flops(self, length: int) -> int:
         """Two products over the pairs of whole blocks, computed even where the causal mask hides them."""

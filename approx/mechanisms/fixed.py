@@ -3,15 +3,13 @@
 import math
 from typing import Any, ClassVar, Literal
 
-from torch import Tensor
-
-from approx.mechanisms.mechanism import Mechanism, chosen_steps, interleaved, latest, whole_number
-from approx_kernels.ops.patterns.reference import left_out, pattern_mask
-from approx_kernels.ops.summaries.api import summary_attention
+from approx.mechanisms.mechanism import whole_number
+from approx.mechanisms.sparse import SteppedPattern
+from approx_kernels.ops.patterns.reference import Summaries
 from approx_kernels.tokens import CAUSAL_STRIDE, root_above
 
 
-class FixedAttention(Mechanism):
+class FixedAttention(SteppedPattern):
     """Softmax attention inside blocks of l tokens and to the last c columns of every block, in O(n (l + c n / l) D).
 
     Step 1 is the query's own block, step 2 the summaries and its own key. With a stride that does not grow with the
@@ -40,8 +38,6 @@ class FixedAttention(Mechanism):
     """
 
     supports_decode: ClassVar[bool] = True
-    sparse: ClassVar[bool] = True
-    compiles: ClassVar[str] = "Shapes depend on the number of real tokens."
     examples: ClassVar[dict[str, dict[str, Any]]] = {"": {"stride": 6, "summary": 2}}
     timed: ClassVar[dict[Literal["bidirectional", "causal"], tuple[dict[str, Any], ...]]] = {
         "bidirectional": ({"stride": None},),
@@ -65,49 +61,21 @@ class FixedAttention(Mechanism):
         super().__init__(heads, head_dim, causal=causal, scale=scale)
         self.stride = None if stride is None else whole_number("stride", stride, 1)
         self.summary = whole_number("summary", summary, 1, self.stride)
-        self._steps = chosen_steps(mode, step, 2)
-        self.mode = mode
-        self.step = step
+        self._take(mode, step)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, *, dropout: float = 0.0
-    ) -> Tensor:
-        """Attend; dropout acts on the attention weights. Padded queries receive 0."""
-        return summary_attention(
-            q,
-            k,
-            v,
-            key_mask,
-            stride=self.stride_over,
-            summary=self.summary,
-            inside="past" if self.causal else "all",
-            causal=self.causal,
-            steps=self._steps,
-            scale=self.scale,
-            dropout=dropout,
-        )
+    def over(self, length: int) -> Summaries:
+        """The own block and the summaries."""
+        inside = "past" if self.causal else "all"
+        return Summaries(self.causal, stride=self.stride_over(length), summary=self.summary, inside=inside)
 
     def stride_over(self, length: int) -> int:
         """The stride l of a sample of `length` real tokens."""
         return self.stride or (CAUSAL_STRIDE if self.causal else root_above(length))
 
     @classmethod
-    def for_layer(cls, settings: dict[str, Any], rank: int) -> dict[str, Any]:
-        """With `mode: interleave`, step 1 in the lowest layer, step 2 in the next one, and so on."""
-        return interleaved(settings, rank, 2)
-
-    @classmethod
     def exact_settings(cls, length: int) -> dict[str, Any]:
         """One block for the whole sequence."""
         return {"stride": max(length, 1), "summary": 1, "mode": "merged", "step": None}
-
-    def approximates_from(self) -> int | None:
-        """The first token in another block and in no summary, for the step that stays exact the longest."""
-        return latest(self._unseen_from(step) for step in self._steps[: self.heads])
-
-    def differs_from(self) -> int | None:
-        """The same for the step that differs first."""
-        return min(filter(None, map(self._unseen_from, self._steps[: self.heads])), default=None)
 
     def _unseen_from(self, step: int | None) -> int | None:
         if self.stride is None and not self.causal:
@@ -121,14 +89,6 @@ class FixedAttention(Mechanism):
             return stride + 1
         # A block that may still grow has no summary before its last columns.
         return 2 if self.causal else self.summary + 1
-
-    def pattern(self, length: int) -> Tensor:
-        """The pairs that it computes."""
-        return pattern_mask("fixed", length, self.causal, self.settings)
-
-    def approximated_pairs(self, length: int) -> float:
-        """The pairs that the pattern leaves out."""
-        return left_out("fixed", length, self.causal, self.settings, self._steps, self.heads)
 
     def flops(self, length: int) -> int:
         """Two products over the pairs of whole blocks and summaries."""

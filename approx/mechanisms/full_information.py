@@ -3,15 +3,13 @@
 import math
 from typing import Any, ClassVar, Literal
 
-from torch import Tensor
-
-from approx.mechanisms.mechanism import Mechanism, chosen_steps, interleaved, latest, true_or_false, whole_number
-from approx_kernels.ops.patterns.reference import left_out, pattern_mask
-from approx_kernels.ops.summaries.api import summary_attention
+from approx.mechanisms.mechanism import true_or_false, whole_number
+from approx.mechanisms.sparse import SteppedPattern
+from approx_kernels.ops.patterns.reference import Summaries
 from approx_kernels.tokens import root_below
 
 
-class LtrAttention(Mechanism):
+class LtrAttention(SteppedPattern):
     """Softmax attention to the past inside a query's block and to the last c columns of all blocks, in O(n (l + c n / l) D).
 
     Step 1 is the query's own block up to itself, step 2 the summaries and its own key: after step 1 in one layer and
@@ -42,13 +40,11 @@ class LtrAttention(Mechanism):
 
     supports_causal: ClassVar[bool] = False
     supports_decode: ClassVar[bool] = False
-    sparse: ClassVar[bool] = True
-    compiles: ClassVar[str] = "Shapes depend on the number of real tokens."
     examples: ClassVar[dict[str, dict[str, Any]]] = {"": {}, "four ways": {"both_directions": True, "mode": "heads"}}
     source: ClassVar[str] = "Daras et al. 2019, Your Local GAN, arXiv 1911.12287"
     exact_when: ClassVar[str] = "summary = stride, with all steps merged."
 
-    _inside: ClassVar[Literal["past", "future"]] = "past"
+    _sides: ClassVar[tuple[str, str]] = ("past", "future")
 
     def __init__(
         self,
@@ -67,51 +63,21 @@ class LtrAttention(Mechanism):
         self.stride = None if stride is None else whole_number("stride", stride, 1)
         self.summary = whole_number("summary", summary, 1, self.stride)
         self.both_directions = true_or_false("both_directions", both_directions)
-        self._steps = chosen_steps(mode, step, 4 if both_directions else 2)
-        self.mode = mode
-        self.step = step
+        self._take(mode, step)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, *, dropout: float = 0.0
-    ) -> Tensor:
-        """Attend; dropout acts on the attention weights. Padded queries receive 0."""
-        # The kernel numbers the steps of the past first.
-        turn = 2 if self.both_directions and self._inside == "future" else 0
-        return summary_attention(
-            q,
-            k,
-            v,
-            key_mask,
-            stride=self.stride_over,
-            summary=self.summary,
-            inside="both" if self.both_directions else self._inside,
-            causal=False,
-            steps=[step and (step - 1 + turn) % 4 + 1 for step in self._steps],
-            scale=self.scale,
-            dropout=dropout,
-        )
+    def over(self, length: int) -> Summaries:
+        """The part of the own block and the summaries, of one side or of both."""
+        inside = ", ".join(self._sides) if self.both_directions else self._sides[0]
+        return Summaries(stride=self.stride_over(length), summary=self.summary, inside=inside)
 
     def stride_over(self, length: int) -> int:
         """The stride l of a sample of `length` real tokens."""
         return self.stride or root_below(length)
 
     @classmethod
-    def for_layer(cls, settings: dict[str, Any], rank: int) -> dict[str, Any]:
-        """With `mode: interleave`, step 1 in the lowest layer, step 2 in the next one, and so on."""
-        return interleaved(settings, rank, 4 if settings.get("both_directions") else 2)
-
-    @classmethod
     def exact_settings(cls, length: int) -> dict[str, Any]:
         """Every column is a summary."""
         return {"stride": max(length, 1), "summary": max(length, 1), "mode": "merged", "step": None}
-
-    def approximates_from(self) -> int | None:
-        """The first token in no summary and not seen in its block, for the step that stays exact the longest."""
-        return latest(self._unseen_from(step) for step in self._steps[: self.heads])
-
-    def differs_from(self) -> int | None:
-        """The same for the step that differs first."""
-        return min(filter(None, map(self._unseen_from, self._steps[: self.heads])), default=None)
 
     def _unseen_from(self, step: int | None) -> int | None:
         if step is not None and step % 2:
@@ -125,14 +91,6 @@ class LtrAttention(Mechanism):
             return None
         return self.stride + 1 if both else columns + (1 if step else 2)
 
-    def pattern(self, length: int) -> Tensor:
-        """The pairs that it computes."""
-        return pattern_mask(self._name, length, self.causal, self.settings)
-
-    def approximated_pairs(self, length: int) -> float:
-        """The pairs that the pattern leaves out."""
-        return left_out(self._name, length, self.causal, self.settings, self._steps, self.heads)
-
     def flops(self, length: int) -> int:
         """Two products over the pairs of whole blocks and summaries."""
         return 4 * self.heads * length * math.ceil(self._keys(length)) * self.head_dim
@@ -142,10 +100,6 @@ class LtrAttention(Mechanism):
         keys = math.ceil(self._keys(length))
         stride = min(self.stride_over(length), length)
         return 4 * self.heads * (length + 2 * keys) * self.head_dim + stride * keys
-
-    @property
-    def _name(self) -> str:
-        return "ltr" if self._inside == "past" else "rtl"
 
     def _keys(self, length: int) -> float:
         """Keys per query, averaged over the steps that the heads use."""
@@ -164,4 +118,4 @@ class RtlAttention(LtrAttention):
 
     examples: ClassVar[dict[str, dict[str, Any]]] = {"": {}}
 
-    _inside: ClassVar[Literal["past", "future"]] = "future"
+    _sides: ClassVar[tuple[str, str]] = ("future", "past")

@@ -4,14 +4,15 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from approx.mechanisms.mechanism import Mechanism, whole_number
+from approx.mechanisms.mechanism import whole_number
+from approx.mechanisms.sparse import SparsePattern
 from approx_kernels.ops.fastest.api import fastest_attention
-from approx_kernels.ops.local.api import local_attention
-from approx_kernels.ops.patterns.reference import left_out, pattern_mask
+from approx_kernels.ops.patterns.api import local_attention
+from approx_kernels.ops.patterns.reference import Window
 from approx_kernels.tokens import content, extended, newest
 
 
-class LocalAttention(Mechanism):
+class LocalAttention(SparsePattern):
     """Softmax attention over the keys around each query, in O(n (left + right) D).
 
     Distances are measured in input positions, as models number them, and not in real tokens as in the other patterns.
@@ -34,7 +35,7 @@ class LocalAttention(Mechanism):
 
     supports_decode: ClassVar[bool] = True
     decode_state: ClassVar[Literal["cache", "ring", "recurrent"]] = "ring"
-    sparse: ClassVar[bool] = True
+    compiles: ClassVar[str] = "whole"
     token_settings: ClassVar[tuple[str, ...]] = ("left", "right")
     runs_c: ClassVar[bool] = True
     examples: ClassVar[dict[str, dict[str, Any]]] = {"": {"left": 4, "right": 2}}
@@ -58,6 +59,10 @@ class LocalAttention(Mechanism):
         super().__init__(heads, head_dim, causal=causal, scale=scale)
         self.left = whole_number("left", left, 0)
         self.right = whole_number("right", right, 0)
+
+    def over(self, length: int) -> Window:
+        """A window; positions are those of the input."""
+        return Window(self.causal, left=self.left, right=self.right)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, *, dropout: float = 0.0
@@ -86,14 +91,6 @@ class LocalAttention(Mechanism):
     def approximates_from(self) -> int:
         """One key beyond the shorter side of the window."""
         return (self.left if self.causal else min(self.left, self.right)) + 2
-
-    def pattern(self, length: int) -> Tensor:
-        """The pairs that it computes."""
-        return pattern_mask("local", length, self.causal, self.settings)
-
-    def approximated_pairs(self, length: int) -> float:
-        """The pairs that the pattern leaves out."""
-        return left_out("local", length, self.causal, self.settings)
 
     def flops(self, length: int) -> int:
         """Two products over the pairs of each block of 64 queries and the keys in its reach."""

@@ -2,18 +2,20 @@
 
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from approx.errors import ApproxError, Exit, shown
-from approx.mechanisms.mechanism import Mechanism, checked, whole_number
-from approx_kernels.ops.global_tokens.api import global_token_attention
-from approx_kernels.ops.patterns.reference import left_out, pattern_mask
+from approx.mechanisms.mechanism import checked, whole_number
+from approx.mechanisms.sparse import SparsePattern
+from approx_kernels.ops.patterns.api import pattern_attention
+from approx_kernels.ops.patterns.reference import Window
 
 # Global tokens whose positions depend on the token ids of each sample.
 BY_CONTENT = ("separator", "question")
 
 
-class LongformerAttention(Mechanism):
+class LongformerAttention(SparsePattern):
     """Softmax attention within a window and to and from g global tokens, in O(n (window + g) D).
 
     Global tokens are chosen by position, counted among the real tokens of a sample, or by content: all separators,
@@ -41,9 +43,7 @@ class LongformerAttention(Mechanism):
     """
 
     supports_decode: ClassVar[bool] = True
-    sparse: ClassVar[bool] = True
     token_settings: ClassVar[tuple[str, ...]] = ("window",)
-    compiles: ClassVar[str] = "Shapes depend on the number of real tokens."
     examples: ClassVar[dict[str, dict[str, Any]]] = {"": {"window": 4, "global_tokens": [0, 3]}}
     candidates: ClassVar[tuple[dict[str, Any], ...]] = ({"window": 128}, {"window": 256}, {})
     searched: ClassVar[Literal["always", "healed", "named"]] = "always"
@@ -92,18 +92,38 @@ class LongformerAttention(Mechanism):
 
         `tokens` are the token ids of the keys, [B, S], read where global tokens are chosen by content.
         """
-        return global_token_attention(
-            q,
-            k,
-            v,
-            key_mask,
-            left=self.window // 2,
-            right=self.window // 2,
-            tokens=self._chosen(tokens, key_mask) if self.reads_tokens else self._positions,
-            see_all=True,
-            causal=self.causal,
-            scale=self.scale,
-            dropout=dropout,
+        if not self.reads_tokens:
+            return super().forward(q, k, v, key_mask, dropout=dropout)
+        out = []
+        for sample, chosen in enumerate(self._chosen(tokens, key_mask, k.shape[0], k.shape[2])):
+            mask = None if key_mask is None else key_mask[sample : sample + 1]
+            places = (chosen if mask is None else chosen[mask[0]]).nonzero().flatten().tolist()
+            window = self._window(tuple(places), once=True)
+            qkv = q[sample : sample + 1], k[sample : sample + 1], v[sample : sample + 1]
+            out.append(
+                pattern_attention(*qkv, mask, pattern=lambda _, own=window: own, scale=self.scale, dropout=dropout)
+            )
+        return torch.cat(out)
+
+    def over(self, length: int) -> Window:
+        """The window, and to and from global tokens; those chosen by content are not counted, since their number varies."""
+        return self._window(tuple(self._positions))
+
+    def pattern(self, length: int) -> Tensor:
+        """The pairs that it computes.
+
+        Raises:
+            ValueError: if content chooses the global tokens.
+        """
+        if self.reads_tokens:
+            raise ValueError(
+                f"Global tokens chosen by '{self.global_tokens}' stand elsewhere in each input; a pattern needs positions."
+            )
+        return super().pattern(length)
+
+    def _window(self, tokens: tuple[int, ...], once: bool = False) -> Window:
+        return Window(
+            self.causal, left=self.window // 2, right=self.window // 2, tokens=tokens, see_all=True, once=once
         )
 
     @classmethod
@@ -120,15 +140,6 @@ class LongformerAttention(Mechanism):
         while last in chosen:
             last += 1
         return last + 1
-
-    def pattern(self, length: int) -> Tensor:
-        """The pairs that it computes."""
-        return pattern_mask("longformer", length, self.causal, self.settings)
-
-    def approximated_pairs(self, length: int) -> float:
-        """The pairs that the pattern leaves out; tokens chosen by content are not counted, since their number varies."""
-        chosen = {"global_tokens": self._positions}
-        return left_out("longformer", length, self.causal, self.settings | chosen)
 
     def flops(self, length: int) -> int:
         """Two products over the pairs of each block of 64 queries with its window and the global tokens, both ways.
@@ -147,13 +158,15 @@ class LongformerAttention(Mechanism):
         sides = 1 if self.causal else 2
         return min(64 + sides * (self.window // 2) + len(self._positions), length)
 
-    def _chosen(self, tokens: Tensor | None, key_mask: Tensor | None) -> Tensor:
+    def _chosen(self, tokens: Tensor | None, key_mask: Tensor | None, batch: int, keys: int) -> Tensor:
         """The tokens chosen by content, [B, S] bool."""
         if tokens is None or self.separator is None:
             missing = "the token ids, 'tokens'" if tokens is None else "the setting 'separator', the id of that token"
             raise ApproxError(
                 f"Setting 'global_tokens' is {shown(self.global_tokens)}, which needs {missing}; pass it."
             )
+        if tokens.shape != (batch, keys):
+            raise ValueError(f"tokens has shape {list(tokens.shape)}; expected [{batch}, {keys}], an id for each key.")
         separators = tokens == self.separator
         if key_mask is not None:
             # Some tokenizers pad with the separator.

@@ -462,25 +462,6 @@ class HeadGroups(Mechanism, abstract=True):
         return joined if self._back is None else joined[:, self._back]
 
 
-def chosen_steps(mode: Any, step: Any, count: int) -> tuple[int | None, ...]:
-    """The steps of a sparse pattern that the heads use in turn; None stands for all of them merged.
-
-    `mode` is `merged`; `heads`, where heads take turns; or `interleave`, where layers do: a layer on its own uses
-    step 1. `step`, from 1, is one step for all heads.
-    """
-    one_of("mode", mode, ("merged", "interleave", "heads"))
-    if step is not None:
-        checked("mode", mode, mode != "heads", "'merged' or 'interleave' with a step, which all heads then use")
-        return (whole_number("step", step, 1, count),)
-    return {"merged": (None,), "interleave": (1,), "heads": tuple(range(1, count + 1))}[mode]
-
-
-def interleaved(settings: dict[str, Any], rank: int, count: int) -> dict[str, Any]:
-    """The settings of the layer of that rank; with `mode: interleave` they name its step among `count`."""
-    interleave = settings.get("mode") == "interleave" and settings.get("step") is None
-    return settings | {"step": rank % count + 1} if interleave else settings
-
-
 def unusable_state(mechanism: Mechanism) -> str | None:
     """Why a mechanism cannot attend with the tensors it holds, naming the first bad one; None if it can.
 

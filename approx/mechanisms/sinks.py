@@ -4,14 +4,14 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from approx.mechanisms.mechanism import Mechanism, whole_number
+from approx.mechanisms.mechanism import whole_number
+from approx.mechanisms.sparse import SparsePattern
 from approx_kernels.ops.fastest.api import fastest_attention
-from approx_kernels.ops.global_tokens.api import global_token_attention
-from approx_kernels.ops.patterns.reference import left_out, pattern_mask
+from approx_kernels.ops.patterns.reference import Window
 from approx_kernels.tokens import content, extended, first_and_newest
 
 
-class SinksAttention(Mechanism):
+class SinksAttention(SparsePattern):
     """Softmax attention to the first s tokens and the last w, including the query's own, in O(n (s + w) D).
 
     A model trained with exact attention puts its surplus weight on the first tokens, which a plain window would drop.
@@ -35,9 +35,7 @@ class SinksAttention(Mechanism):
     supports_bidirectional: ClassVar[bool] = False
     supports_decode: ClassVar[bool] = True
     decode_state: ClassVar[Literal["cache", "ring", "recurrent"]] = "ring"
-    sparse: ClassVar[bool] = True
     token_settings: ClassVar[tuple[str, ...]] = ("window", "sinks")
-    compiles: ClassVar[str] = "Shapes depend on the number of real tokens."
     examples: ClassVar[dict[str, dict[str, Any]]] = {"": {"sinks": 2, "window": 4}}
     timed: ClassVar[dict[Literal["bidirectional", "causal"], tuple[dict[str, Any], ...]]] = {
         "causal": ({"window": 252},)
@@ -56,23 +54,9 @@ class SinksAttention(Mechanism):
         self.sinks = whole_number("sinks", sinks, 0)
         self.window = whole_number("window", window, 1)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, *, dropout: float = 0.0
-    ) -> Tensor:
-        """Attend; dropout acts on the attention weights. Padded queries receive 0."""
-        return global_token_attention(
-            q,
-            k,
-            v,
-            key_mask,
-            left=self.window - 1,
-            right=0,
-            tokens=range(self.sinks),
-            see_all=False,
-            causal=True,
-            scale=self.scale,
-            dropout=dropout,
-        )
+    def over(self, length: int) -> Window:
+        """The first tokens and a window."""
+        return Window(True, left=self.window - 1, tokens=range(self.sinks))
 
     def decode(
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, state: dict[str, Tensor] | None = None
@@ -97,14 +81,6 @@ class SinksAttention(Mechanism):
     def approximates_from(self) -> int:
         """One token between the sinks and the window."""
         return self.sinks + self.window + 1
-
-    def pattern(self, length: int) -> Tensor:
-        """The pairs that it computes."""
-        return pattern_mask("sinks", length, self.causal, self.settings)
-
-    def approximated_pairs(self, length: int) -> float:
-        """The pairs that the pattern leaves out."""
-        return left_out("sinks", length, self.causal, self.settings)
 
     def flops(self, length: int) -> int:
         """Two products over the pairs of each block of 64 queries with its window and the sinks."""

@@ -3,15 +3,13 @@
 import math
 from typing import Any, ClassVar, Literal
 
-from torch import Tensor
-
-from approx.mechanisms.mechanism import Mechanism, chosen_steps, interleaved, latest, whole_number
-from approx_kernels.ops.patterns.reference import left_out, pattern_mask
-from approx_kernels.ops.strided.api import strided_attention
+from approx.mechanisms.mechanism import whole_number
+from approx.mechanisms.sparse import SteppedPattern
+from approx_kernels.ops.patterns.reference import Strided
 from approx_kernels.tokens import CAUSAL_STRIDE, root_above
 
 
-class StridedAttention(Mechanism):
+class StridedAttention(SteppedPattern):
     """Softmax attention to the keys nearer than l and to every l-th key, in O(n (l + n / l) D).
 
     Step 1 is |i - j| < l, step 2 is (i - j) mod l = 0. With step 1 in one layer and step 2 in the next, every token
@@ -38,8 +36,6 @@ class StridedAttention(Mechanism):
     """
 
     supports_decode: ClassVar[bool] = True
-    sparse: ClassVar[bool] = True
-    compiles: ClassVar[str] = "Shapes depend on the number of real tokens."
     examples: ClassVar[dict[str, dict[str, Any]]] = {"": {"stride": 3}}
     source: ClassVar[str] = "Child et al. 2019, Generating Long Sequences with Sparse Transformers, arXiv 1904.10509"
     exact_when: ClassVar[str] = "stride >= the number of real tokens of the sample, with both steps merged."
@@ -57,47 +53,20 @@ class StridedAttention(Mechanism):
     ) -> None:
         super().__init__(heads, head_dim, causal=causal, scale=scale)
         self.stride = None if stride is None else whole_number("stride", stride, 1)
-        self._steps = chosen_steps(mode, step, 2)
-        self.mode = mode
-        self.step = step
+        self._take(mode, step)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, *, dropout: float = 0.0
-    ) -> Tensor:
-        """Attend; dropout acts on the attention weights. Padded queries receive 0."""
-        return strided_attention(
-            q,
-            k,
-            v,
-            key_mask,
-            stride=self.stride_over,
-            causal=self.causal,
-            steps=self._steps,
-            scale=self.scale,
-            dropout=dropout,
-        )
+    def over(self, length: int) -> Strided:
+        """The window and the columns."""
+        return Strided(self.causal, stride=self.stride_over(length))
 
     def stride_over(self, length: int) -> int:
         """The stride l of a sample of `length` real tokens."""
         return self.stride or (CAUSAL_STRIDE if self.causal else root_above(length))
 
     @classmethod
-    def for_layer(cls, settings: dict[str, Any], rank: int) -> dict[str, Any]:
-        """With `mode: interleave`, step 1 in the lowest layer, step 2 in the next one, and so on."""
-        return interleaved(settings, rank, 2)
-
-    @classmethod
     def exact_settings(cls, length: int) -> dict[str, Any]:
         """A window as wide as the sequence."""
         return {"stride": max(length, 1), "mode": "merged", "step": None}
-
-    def approximates_from(self) -> int | None:
-        """The first distance outside the window and not a multiple of l, for the step that stays exact the longest."""
-        return latest(self._unseen_from(step) for step in self._steps[: self.heads])
-
-    def differs_from(self) -> int | None:
-        """The same for the step that differs first."""
-        return min(filter(None, map(self._unseen_from, self._steps[: self.heads])), default=None)
 
     def _unseen_from(self, step: int | None) -> int | None:
         if step == 2:
@@ -106,14 +75,6 @@ class StridedAttention(Mechanism):
             return 3 if step == 1 else 4
         stride = self.stride_over(1)
         return stride + 1 if step == 1 else None if stride == 1 else stride + 2
-
-    def pattern(self, length: int) -> Tensor:
-        """The pairs that it computes."""
-        return pattern_mask("strided", length, self.causal, self.settings)
-
-    def approximated_pairs(self, length: int) -> float:
-        """The pairs that the pattern leaves out."""
-        return left_out("strided", length, self.causal, self.settings, self._steps, self.heads)
 
     def flops(self, length: int) -> int:
         """Two products over the computed pairs: whole rows of l tokens around each query, and columns."""

@@ -11,7 +11,6 @@ not synchronise a GPU, and it survives reordering, repeating or selecting sample
 
 import math
 import reprlib
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -137,27 +136,6 @@ def check_steps(steps: Any, most: int) -> None:
         check_least("a step", step, 1)
         if step > most:
             raise ValueError(f"a step is {step}; expected a number from 1 to {most}, or None for all of them.")
-
-
-def checked_stride(stride: Callable[[int], Any], causal: bool, keys: int) -> Callable[[int], int]:
-    """A stride that refuses its own results unless they are whole numbers above 0.
-
-    If causal, it must be the same for 1 token as for `keys`, the most that it will be asked for.
-    """
-    if not callable(stride):
-        raise ValueError(f"stride is {_shown(stride)}; expected a function from a number of tokens to a stride.")
-
-    def checked(tokens: int) -> int:
-        found = stride(tokens)
-        check_least("stride", found, 1)
-        return found
-
-    if causal and checked(1) != checked(keys):
-        raise ValueError(
-            f"stride is {checked(1)} for 1 token and {checked(keys)} for {keys}; a causal pattern needs one stride, or "
-            "earlier outputs would change as the sequence grows."
-        )
-    return checked
 
 
 def _shown(value: Any) -> str:
@@ -372,13 +350,6 @@ def root_above(length: int) -> int:
 def root_below(length: int) -> int:
     """The square root of a number of tokens, rounded down."""
     return math.isqrt(length)
-
-
-def same_stride(stride: Callable[[int], int], most: int) -> Callable[[int], int] | None:
-    """From a number of tokens to the largest one up to `most` with the same stride; None if all have the same."""
-    if stride(1) == stride(most):
-        return None
-    return lambda length: bisect_right(range(most + 1), stride(length), lo=1, key=stride) - 1
 
 
 State = dict[str, Tensor]

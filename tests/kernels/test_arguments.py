@@ -7,25 +7,32 @@ import pytest
 import torch
 
 from approx_kernels.ops.adaptive_span.api import adaptive_span_attention
-from approx_kernels.ops.blocks.api import bigbird_attention, block_attention, draw_blocks
 from approx_kernels.ops.clustered.api import causal_clustered_attention, clustered_attention
 from approx_kernels.ops.clustering.api import cluster_queries, draw_centroids, draw_planes
 from approx_kernels.ops.clustering.cpu import cluster_samples
 from approx_kernels.ops.exact.api import exact_attention
-from approx_kernels.ops.global_tokens.api import global_token_attention
 from approx_kernels.ops.key_lists.cpu import FAR, attend_lists
 from approx_kernels.ops.linear.api import linear_attention, linear_decode
-from approx_kernels.ops.local.api import local_attention
 from approx_kernels.ops.lsh.api import draw_projections, lsh_attention
+from approx_kernels.ops.patterns.api import local_attention, pattern_attention
+from approx_kernels.ops.patterns.reference import (
+    Blocks,
+    Listed,
+    Pattern,
+    Strided,
+    Summaries,
+    Window,
+    bigbird_lists,
+    draw_blocks,
+)
 from approx_kernels.ops.performer.api import draw_projection, performer_attention
-from approx_kernels.ops.strided.api import strided_attention
-from approx_kernels.ops.summaries.api import summary_attention
 from approx_kernels.ops.topk.api import topk_attention
 from c_sources import needs_compiler
 
 HEADS, LENGTH, SIZE, CLUSTERS = 2, 40, 8, 6
 Q, K, V = (torch.randn(1, HEADS, LENGTH, SIZE, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
 PLANES, DRAWS = draw_planes(SIZE, bits=16, bias=True, clusters=CLUSTERS, seed=0)
+BLOCKS = draw_blocks(1, 0)
 CENTROIDS, SELECTORS = draw_centroids(HEADS, SIZE, clusters=CLUSTERS, seed=0)
 
 
@@ -65,28 +72,31 @@ def lsh(impl: str, **changed: Any) -> torch.Tensor:
     return lsh_attention(Q, K, V, causal=causal, **(right | changed), impl=impl)
 
 
-def strided(impl: str, **changed: Any) -> torch.Tensor:
-    right = {"stride": lambda tokens: 3, "causal": True, "steps": (1, 2), "scale": 0.3}
-    return strided_attention(Q, K, V, **(right | changed), impl=impl)
+def patterned(impl: str, pattern: Callable[[int], Pattern], steps: Any = (None,)) -> torch.Tensor:
+    return pattern_attention(Q, K, V, pattern=pattern, steps=steps, scale=0.3, impl=impl)
 
 
-def summaries(impl: str, **changed: Any) -> torch.Tensor:
-    right = {"stride": lambda tokens: 5, "summary": 2, "inside": "past", "causal": True, "steps": (1, 2), "scale": 0.3}
-    return summary_attention(Q, K, V, **(right | changed), impl=impl)
+def strided(impl: str, stride: Any = lambda tokens: 3, steps: Any = (1, 2), causal: Any = True) -> torch.Tensor:
+    return patterned(impl, lambda tokens: Strided(causal, stride=stride(tokens)), steps)
+
+
+def summaries(impl: str, stride: Any = lambda tokens: 5, steps: Any = (1, 2), **changed: Any) -> torch.Tensor:
+    right: dict[str, Any] = {"causal": True, "summary": 2, "inside": "past"}
+    return patterned(impl, lambda tokens: Summaries(stride=stride(tokens), **(right | changed)), steps)
 
 
 def blocks(impl: str, **changed: Any) -> torch.Tensor:
-    right = {"size": 8, "neighbours": 1, "shift": 2, "causal": False, "scale": 0.3}
-    return block_attention(Q, K, V, **(right | changed), impl=impl)
+    right: dict[str, Any] = {"size": 8, "neighbours": 1, "shift": 2}
+    return patterned(impl, lambda tokens: Blocks(**(right | changed)))
 
 
-def bigbird(impl: str, **changed: Any) -> torch.Tensor:
-    return bigbird_attention(Q, K, V, **({"block": 8, "draws": draw_blocks(1, 0), "scale": 0.3} | changed), impl=impl)
+def bigbird(impl: str, block: Any = 8, draws: Any = BLOCKS) -> torch.Tensor:
+    return patterned(impl, lambda tokens: Listed(size=block, lists=bigbird_lists(-(-tokens // block), draws, False)))
 
 
 def chosen(impl: str, **changed: Any) -> torch.Tensor:
-    right = {"left": 2, "right": 2, "tokens": (0, 5), "see_all": True, "causal": False, "scale": 0.3}
-    return global_token_attention(Q, K, V, **(right | changed), impl=impl)
+    right = {"left": 2, "right": 2, "tokens": (0, 5), "see_all": True}
+    return patterned(impl, lambda tokens: Window(**(right | changed)))
 
 
 def window(impl: str, **changed: Any) -> torch.Tensor:
@@ -157,9 +167,10 @@ WRONG: list[tuple[Callable[..., torch.Tensor], dict[str, Any], str]] = [
     *((op, {"stride": lambda tokens: 0}, "stride is 0; expected 1 or more") for op in (strided, summaries)),
     *((op, {"stride": lambda tokens: 2.0}, "stride is 2.0; expected a whole number") for op in (strided, summaries)),
     *((op, {"stride": lambda tokens: tokens}, "a causal pattern needs one stride") for op in (strided, summaries)),
-    *((op, {"stride": 8}, "stride is 8; expected a function") for op in (strided, summaries)),
     (summaries, {"summary": 0}, "summary is 0; expected 1 or more"),
-    (summaries, {"inside": "left"}, "inside is 'left'; expected one of"),
+    (summaries, {"inside": "left"}, "inside is 'left'; expected one of all, past, future"),
+    (summaries, {"inside": None}, "inside is None; expected one of"),
+    *((summaries, {"inside": side}, f"inside='{side}'; expected inside='past'") for side in ("all", "future")),
     (blocks, {"size": 0}, "size is 0; expected 1 or more"),
     (blocks, {"neighbours": -1}, "neighbours is -1; expected 0 or more"),
     (blocks, {"shift": -40}, "shift is -40; expected 0 or more"),
@@ -170,7 +181,8 @@ WRONG: list[tuple[Callable[..., torch.Tensor], dict[str, Any], str]] = [
     (bigbird, {"draws": None}, "draws is of type NoneType; expected a torch.Tensor"),
     (chosen, {"tokens": (0, -1)}, "a chosen token is -1; expected 0 or more"),
     (chosen, {"tokens": (0.5,)}, "a chosen token is 0.5; expected a whole number"),
-    (chosen, {"tokens": 3}, "tokens is of type int; expected positions"),
+    (chosen, {"tokens": 3}, "tokens is of type int; expected a tuple of positions"),
+    (chosen, {"tokens": (5, 0)}, r"tokens are \(5, 0\); expected ascending positions"),
     (chosen, {"left": -1}, "left is -1; expected 0 or more"),
     (window, {"right": -1}, "right is -1; expected 0 or more"),
     (window, {"left": True}, "left is True; expected a whole number"),

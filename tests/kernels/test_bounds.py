@@ -14,17 +14,14 @@ import torch
 
 from approx_kernels.gpu.language import HEAD_SIZES, jit, obstacle, tl
 from approx_kernels.ops.adaptive_span.api import adaptive_span_attention
-from approx_kernels.ops.blocks.api import bigbird_attention, block_attention, draw_blocks
 from approx_kernels.ops.clustered.api import causal_clustered_attention, clustered_attention
 from approx_kernels.ops.clustering.api import cluster_queries, draw_centroids, draw_planes
 from approx_kernels.ops.flash.api import flash_attention
-from approx_kernels.ops.global_tokens.api import global_token_attention
 from approx_kernels.ops.linear.api import linear_attention, linear_decode
-from approx_kernels.ops.local.api import local_attention
 from approx_kernels.ops.lsh.api import draw_projections, lsh_attention
+from approx_kernels.ops.patterns.api import local_attention, pattern_attention
+from approx_kernels.ops.patterns.reference import Blocks, Listed, Strided, Summaries, Window, bigbird_lists, draw_blocks
 from approx_kernels.ops.performer.api import draw_projection, performer_attention, performer_decode
-from approx_kernels.ops.strided.api import strided_attention
-from approx_kernels.ops.summaries.api import summary_attention
 from approx_kernels.ops.topk.api import topk_attention
 from closeness import assert_close
 
@@ -67,17 +64,22 @@ def window(q, k, v, mask, **how):
 
 
 ROWS = {"scale": 0.3}
+DRAWS = draw_blocks(1, 0)
+
+
+def patterned(pattern, **how):
+    return partial(pattern_attention, pattern=pattern, **how, **ROWS)
+
+
 OPS = {
     "flash": partial(flash_attention, causal=False, **ROWS),
     "flash causal": partial(flash_attention, causal=True, **ROWS),
     "local": partial(local_attention, left=7, right=3, **ROWS),
-    "blocks": partial(block_attention, size=9, neighbours=1, shift=2, causal=True, **ROWS),
-    "bigbird": partial(bigbird_attention, block=8, draws=draw_blocks(1, 0), **ROWS),
-    "global": partial(global_token_attention, left=3, right=3, tokens=(0, 5), see_all=True, causal=False, **ROWS),
-    "strided": partial(strided_attention, stride=lambda tokens: 7, causal=True, steps=(1, None), **ROWS),
-    "summaries": partial(
-        summary_attention, stride=lambda tokens: 7, summary=2, inside="past", causal=True, steps=(None, 2), **ROWS
-    ),
+    "blocks": patterned(lambda tokens: Blocks(True, size=9, neighbours=1, shift=2)),
+    "bigbird": patterned(lambda tokens: Listed(size=8, lists=bigbird_lists(-(-tokens // 8), DRAWS, False))),
+    "global": patterned(lambda tokens: Window(left=3, right=3, tokens=(0, 5), see_all=True)),
+    "strided": patterned(lambda tokens: Strided(True, stride=7), steps=(1, None)),
+    "summaries": patterned(lambda tokens: Summaries(True, stride=7, summary=2, inside="past"), steps=(None, 2)),
     "spans": partial(adaptive_span_attention, spans=torch.tensor([5.5, 99.0]), ramp=4, causal=False, **ROWS),
     "topk": partial(topk_attention, topk=5, causal=False, **ROWS),
     "topk causal": partial(topk_attention, topk=5, causal=True, **ROWS),

@@ -16,6 +16,7 @@ from approx_kernels.dispatch.checked import OPS, Check, check_of, doubt, identit
 from approx_kernels.dispatch.implementation import choose, implementation
 from approx_kernels.gpu.language import ranked
 from approx_kernels.ops.fastest import api, ways
+from approx_kernels.ops.patterns.reference import Pattern
 
 OP = "linear_attention"
 
@@ -217,8 +218,10 @@ def test_lists_every_op_with_kernels_and_its_tensor():
     for path in Path(approx_kernels.__path__[0]).glob("ops/*/api.py"):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "choose":
-                name = ast.literal_eval(node.args[0])
+                # The op of a sparse pattern is named by its class.
+                by_class = isinstance(node.args[0], ast.Attribute)
+                names = [kind.op for kind in Pattern.__subclasses__()] if by_class else [ast.literal_eval(node.args[0])]
                 if path.parent.name not in ("exact", "fastest"):
-                    kernels[name] = path.parent.name
-                    assert len(node.args) == 4, name
+                    kernels |= dict.fromkeys(names, path.parent.name)
+                    assert len(node.args) == 4, names
     assert kernels == dict(OPS)

@@ -6,17 +6,14 @@ import pytest
 import torch
 
 from approx_kernels.ops.adaptive_span.api import adaptive_span_attention
-from approx_kernels.ops.blocks.api import bigbird_attention, block_attention, draw_blocks
 from approx_kernels.ops.clustered.api import causal_clustered_attention, clustered_attention
 from approx_kernels.ops.clustering.api import draw_centroids, draw_planes
-from approx_kernels.ops.global_tokens.api import global_token_attention
 from approx_kernels.ops.key_lists.cpu import FAR, attend_lists
 from approx_kernels.ops.linear.api import linear_attention
-from approx_kernels.ops.local.api import local_attention
 from approx_kernels.ops.lsh.api import draw_projections, lsh_attention
+from approx_kernels.ops.patterns.api import local_attention, pattern_attention
+from approx_kernels.ops.patterns.reference import Blocks, Listed, Strided, Summaries, Window, bigbird_lists, draw_blocks
 from approx_kernels.ops.performer.api import draw_projection, performer_attention
-from approx_kernels.ops.strided.api import strided_attention
-from approx_kernels.ops.summaries.api import summary_attention
 from approx_kernels.ops.topk.api import topk_attention
 from c_sources import needs_compiler
 from closeness import assert_close, at_real_queries
@@ -45,6 +42,7 @@ def causal_clustered(*tensors, **how):
     return causal_clustered_attention(*tensors, centroids=centroids, selectors=selectors, **how)
 
 
+DRAWS = draw_blocks(2, 0)
 MECHANISMS = {
     "linear": partial(linear_attention, causal=False, eps=1e-3),
     "linear, causal": partial(linear_attention, causal=True, eps=1e-3),
@@ -52,11 +50,18 @@ MECHANISMS = {
         performer_attention, projection=draw_projection(SIZE, features=24, orthogonal=True, seed=0), causal=True
     ),
     "local": partial(local_attention, left=30, right=20),
-    "block": partial(block_attention, size=16, neighbours=1, shift=5, causal=True),
-    "bigbird": partial(bigbird_attention, block=16, draws=draw_blocks(2, 0)),
-    "strided": partial(strided_attention, stride=lambda tokens: 11, causal=False),
-    "longformer": partial(global_token_attention, left=20, right=20, tokens=(0, 50, 7), see_all=False, causal=False),
-    "fixed": partial(summary_attention, stride=lambda tokens: 11, summary=2, inside="past", causal=True),
+    "bigbird": partial(
+        pattern_attention, pattern=lambda tokens: Listed(size=16, lists=bigbird_lists(-(-tokens // 16), DRAWS, False))
+    ),
+    **{
+        name: partial(pattern_attention, pattern=lambda tokens, pattern=pattern: pattern)
+        for name, pattern in {
+            "block": Blocks(True, size=16, neighbours=1, shift=5),
+            "strided": Strided(stride=11),
+            "longformer": Window(left=20, right=20, tokens=(0, 7, 50)),
+            "fixed": Summaries(True, stride=11, summary=2, inside="past"),
+        }.items()
+    },
     "adaptive span": partial(adaptive_span_attention, spans=torch.tensor([7.0, 40.25]), ramp=12, causal=False),
     "top k": partial(topk_attention, topk=9, causal=True),
     "clustered": partial(clustered, topk=None),

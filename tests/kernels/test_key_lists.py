@@ -1,23 +1,30 @@
 """Blocks, windows with chosen tokens, and summaries by lists of keys in C give what their references give."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 from approx_kernels.ops.adaptive_span.api import adaptive_span_attention
-from approx_kernels.ops.blocks.api import bigbird_attention, block_attention, draw_blocks
-from approx_kernels.ops.global_tokens.api import global_token_attention
 from approx_kernels.ops.key_lists.cpu import FAR, attend_lists, cut
 from approx_kernels.ops.lsh.api import draw_projections, lsh_attention
-from approx_kernels.ops.strided.api import strided_attention
-from approx_kernels.ops.summaries.api import summary_attention
+from approx_kernels.ops.patterns.api import pattern_attention
+from approx_kernels.ops.patterns.reference import Blocks, Listed, Strided, Summaries, Window, bigbird_lists, draw_blocks
 from c_sources import needs_compiler
 from closeness import assert_close
 
 
-def summaries(*tensors, stride, steps=(None,), **how):
-    return summary_attention(*tensors, stride=lambda tokens: stride, steps=steps, **how)
+def bigbird(tokens, compatible):
+    return Listed(size=16, lists=bigbird_lists(-(-tokens // 16), DRAWS, compatible))
+
+
+def patterned(pattern: Any, step: int | None = None) -> Any:
+    of: Any = pattern if callable(pattern) else lambda tokens: pattern
+    return partial(pattern_attention, pattern=of, steps=(step,))
+
+
+DRAWS = draw_blocks(2, 0)
 
 
 def lsh(q, k, v, mask, causal=False, **how):
@@ -38,24 +45,28 @@ PATTERNS = {
         for causal in (False, True)
     },
     **{
-        f"strided {step} {causal}": partial(strided_attention, stride=lambda tokens: 11, causal=causal, steps=(step,))
+        f"strided {step} {causal}": patterned(Strided(causal, stride=11), step)
         for step in (None, 1, 2)
         for causal in (False, True)
     },
     **{
-        f"block {size} {causal}": partial(block_attention, size=size, neighbours=1, shift=5, causal=causal)
+        f"block {size} {causal}": patterned(Blocks(causal, size=size, neighbours=1, shift=5))
         for size in (16, 128)
         for causal in (False, True)
     },
-    "bigbird": partial(bigbird_attention, block=16, draws=draw_blocks(2, 0)),
-    "bigbird, compatible": partial(bigbird_attention, block=16, draws=draw_blocks(2, 0), compatible=True),
-    "longformer": partial(global_token_attention, left=20, right=20, tokens=(0, 50, 7), see_all=True, causal=False),
-    "sinks": partial(global_token_attention, left=30, right=0, tokens=range(4), see_all=False, causal=True),
+    "bigbird": patterned(partial(bigbird, compatible=False)),
+    "bigbird, compatible": patterned(partial(bigbird, compatible=True)),
+    "longformer": patterned(Window(left=20, right=20, tokens=(0, 7, 50), see_all=True)),
+    "sinks": patterned(Window(True, left=30, tokens=range(4))),
     **{
-        f"{inside} {step} {causal}": partial(
-            summaries, stride=11, summary=2, inside=inside, causal=causal, steps=(step,)
+        f"{inside} {step} {causal}": patterned(Summaries(causal, stride=11, summary=2, inside=inside), step)
+        for inside, causal in (
+            ("all", False),
+            ("past", False),
+            ("past", True),
+            ("future", False),
+            ("past, future", False),
         )
-        for inside, causal in (("all", False), ("past", False), ("past", True), ("future", False), ("both", False))
         for step in (None, 1, 2)
     },
 }

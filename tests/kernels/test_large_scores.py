@@ -10,7 +10,7 @@ from approx_kernels.ops.clustered.api import causal_clustered_attention, cluster
 from approx_kernels.ops.clustering.api import draw_centroids, draw_planes
 from approx_kernels.ops.exact.api import exact_attention
 from approx_kernels.ops.exact.compiled import compiled_attention, compiled_few
-from approx_kernels.ops.local.api import local_attention
+from approx_kernels.ops.patterns.api import local_attention
 from approx_kernels.ops.topk.api import topk_attention
 from c_sources import needs_compiler
 

@@ -6,8 +6,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from approx_kernels.dispatch.implementation import chosen
-from approx_kernels.ops.local import reference
-from approx_kernels.ops.local.api import local_attention
+from approx_kernels.ops.patterns import reference
+from approx_kernels.ops.patterns.api import local_attention
 from c_sources import needs_compiler
 from closeness import assert_close
 

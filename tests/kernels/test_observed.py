@@ -15,8 +15,8 @@ from approx_kernels.ops.clustered.api import causal_clustered_attention
 from approx_kernels.ops.clustering.api import draw_centroids
 from approx_kernels.ops.exact.compiled import compiled_few
 from approx_kernels.ops.linear.api import linear_decode
-from approx_kernels.ops.local.api import local_attention
 from approx_kernels.ops.lsh.api import draw_projections, lsh_attention
+from approx_kernels.ops.patterns.api import local_attention
 from approx_kernels.runtime import pytorch
 from approx_kernels.runtime.pytorch import Observer, needs_pytorch, observed, unreadable
 from approx_kernels.tokens import stretches

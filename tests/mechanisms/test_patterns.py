@@ -11,7 +11,6 @@ from approx.mechanisms.full_information import LtrAttention, RtlAttention
 from approx.mechanisms.longformer import LongformerAttention
 from approx.mechanisms.sinks import SinksAttention
 from approx.mechanisms.strided import StridedAttention
-from approx_kernels.ops.patterns.reference import pattern_mask
 
 # More heads than any pattern has steps.
 HEADS = 5
@@ -70,10 +69,10 @@ def make(name, settings, causal):
     return KINDS[name](HEADS, 8, causal=causal, scale=0.35, **settings)
 
 
-def allowed_pairs(name, mechanism, length):
+def allowed_pairs(mechanism, length):
     """The pairs that each head may see, [heads, n, n]."""
     settings = mechanism.settings
-    steps = pattern_mask(name, length, mechanism.causal, settings)
+    steps = mechanism.pattern(length)
     if settings.get("mode") == "heads":
         return steps[torch.arange(HEADS) % len(steps)]
     step = 1 if settings.get("mode") == "interleave" and settings["step"] is None else settings.get("step")
@@ -92,7 +91,7 @@ def test_it_equals_dense_attention_under_its_mask_forward_and_backward(name, set
     q, k, v, grad = torch.randn(4, 2, HEADS, length, 8, dtype=torch.float64).unbind()
     inputs = [x.requires_grad_() for x in (q, k, v)]
     mechanism = make(name, settings, causal)
-    actual, expected = mechanism(*inputs), dense(inputs, allowed_pairs(name, mechanism, length))
+    actual, expected = mechanism(*inputs), dense(inputs, allowed_pairs(mechanism, length))
     torch.testing.assert_close(actual, expected)
     for ours, theirs in zip(
         torch.autograd.grad(actual, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True
@@ -109,7 +108,7 @@ def test_positions_count_the_real_tokens_of_each_sample(name, settings, causal):
     out = mechanism(q, k, v, mask)
     for sample, real in enumerate(mask):
         alone = [x[sample : sample + 1, :, real] for x in (q, k, v)]
-        expected = dense(alone, allowed_pairs(name, mechanism, int(real.sum())))
+        expected = dense(alone, allowed_pairs(mechanism, int(real.sum())))
         torch.testing.assert_close(out[sample : sample + 1, :, real], expected)
         assert out[sample][:, ~real].eq(0).all(), "padded queries receive nothing"
 

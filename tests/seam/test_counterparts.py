@@ -17,7 +17,7 @@ from transformers.models.big_bird.modeling_big_bird import BigBirdBlockSparseAtt
 
 from approx.conversion import surgery
 from approx.planning.plan import Plan
-from approx_kernels.ops.blocks.api import bigbird_lists, draw_blocks
+from approx_kernels.ops.patterns.reference import bigbird_lists, draw_blocks
 
 SIZES = {
     "hidden_size": 32,

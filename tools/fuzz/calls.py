@@ -16,28 +16,25 @@ from torch import Tensor
 
 from approx.errors import ApproxError, Exit
 from approx_kernels.ops.adaptive_span.api import adaptive_span_attention
-from approx_kernels.ops.blocks.api import bigbird_attention, block_attention, draw_blocks
 from approx_kernels.ops.clustered.api import causal_clustered_attention, clustered_attention
 from approx_kernels.ops.clustering.api import cluster_queries, draw_centroids, draw_planes, fit_centroids
 from approx_kernels.ops.exact.api import exact_attention
 from approx_kernels.ops.fastest.api import fastest_attention
 from approx_kernels.ops.flash.api import flash, flash_attention
-from approx_kernels.ops.global_tokens.api import global_token_attention
 from approx_kernels.ops.linear.api import linear_attention, linear_decode
-from approx_kernels.ops.local.api import local_attention
 from approx_kernels.ops.lsh.api import draw_projections, lsh_attention
+from approx_kernels.ops.patterns import reference as masks
+from approx_kernels.ops.patterns.api import local_attention, pattern_attention
+from approx_kernels.ops.patterns.reference import bigbird_lists, draw_blocks
 from approx_kernels.ops.performer.api import draw_projection, performer_attention, performer_decode
-from approx_kernels.ops.strided.api import root_above, strided_attention
-from approx_kernels.ops.summaries.api import summary_attention
 from approx_kernels.ops.topk.api import topk_attention
+from approx_kernels.tokens import check_least, root_above
 
 # Real numbers of a tensor and places along a dimension that are allocated; what has more is one number, seen
 # everywhere.
 _MOST_NUMBERS, _MOST_PLACES = 2**14, 2**10
 _OPS: tuple[Callable[..., Any], ...] = (
     adaptive_span_attention,
-    bigbird_attention,
-    block_attention,
     causal_clustered_attention,
     cluster_queries,
     clustered_attention,
@@ -51,15 +48,13 @@ _OPS: tuple[Callable[..., Any], ...] = (
     fit_centroids,
     flash,
     flash_attention,
-    global_token_attention,
     linear_attention,
     linear_decode,
     local_attention,
     lsh_attention,
+    pattern_attention,
     performer_attention,
     performer_decode,
-    strided_attention,
-    summary_attention,
     topk_attention,
 )
 OPS = {op.__name__: op for op in _OPS}
@@ -67,6 +62,11 @@ OPS = {op.__name__: op for op in _OPS}
 
 def _normal(*shape: int, **more: Any) -> dict[str, Any]:
     return {"shape": list(shape), "dtype": "float32", "fill": "normal", "layout": "whole", "device": "cpu"} | more
+
+
+def _of(kind: str, steps: Any = (None,), **settings: Any) -> tuple[str, dict[str, Any]]:
+    """A call of the pattern of that class."""
+    return "pattern_attention", {**_QKV, "pattern": {"kind": kind, **settings}, "steps": list(steps), **_FORM}
 
 
 _MASK = _normal(2, 21, dtype="bool", fill="mask")
@@ -78,11 +78,8 @@ _DRAWN = {"planes": _normal(20, 9), "draws": _normal(30, dtype="int64", fill="dr
 _FIXED = {"centroids": _normal(4, 3, 8), "selectors": _normal(4, 3, 9), "chunk": 4, "topk": 2}
 CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "adaptive_span": ("adaptive_span_attention", {**_QKV, "spans": _normal(4, fill="ones"), "ramp": 3, **_CAUSAL}),
-    "bigbird": (
-        "bigbird_attention",
-        {**_QKV, "block": 4, "draws": _normal(9, 1, dtype="int64", fill="draws"), **_FORM},
-    ),
-    "block": ("block_attention", {**_QKV, "size": 4, "neighbours": 1, "shift": 1, **_CAUSAL}),
+    "bigbird": _of("Listed", size=4, draws=_normal(9, 1, dtype="int64", fill="draws"), compatible=False),
+    "block": _of("Blocks", causal=True, size=4, neighbours=1, shift=1),
     "causal_clustered": ("causal_clustered_attention", {**_QKV, **_FIXED, **_FORM}),
     "clustered": ("clustered_attention", {**_QKV, **_DRAWN, "clusters": 4, "topk": 3, **_FORM}),
     "frozen": (
@@ -107,10 +104,7 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "flash": ("flash", {**_QKV, "scale": 0.3, "left": 3, "right": 2, "spans": None, "ramp": 1, "both": True}),
     "flash_packed": ("flash", {**_LONG, "scale": 0.3, "lengths": [100, 50]}),
     "flash_attention": ("flash_attention", {**_QKV, **_CAUSAL}),
-    "global": (
-        "global_token_attention",
-        {**_QKV, "left": 2, "right": 2, "tokens": [0, 5], "see_all": True, "causal": False, **_FORM},
-    ),
+    "global": _of("Window", left=2, right=2, tokens=[0, 5], see_all=True),
     "linear": ("linear_attention", {**_QKV, **_CAUSAL, "feature_map": "elu", "eps": 1e-6, "input_scale": 1.0}),
     "learned": (
         "linear_attention",
@@ -179,23 +173,9 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
             "scale": 0.3,
         },
     ),
-    "strided": ("strided_attention", {**_QKV, "stride": {"always": 5}, "steps": [1, 2, None], **_CAUSAL}),
-    "strided_rows": (
-        "strided_attention",
-        {**_LONG, "stride": {"root": True}, "steps": [None], "causal": False, **_FORM},
-    ),
-    "summary": (
-        "summary_attention",
-        {
-            **_QKV,
-            "stride": {"always": 5},
-            "summary": 2,
-            "inside": "both",
-            "steps": [1, 2, 3, 4],
-            "causal": False,
-            **_FORM,
-        },
-    ),
+    "strided": _of("Strided", causal=True, stride=5, steps=[1, 2, None]),
+    "strided_rows": _of("Strided", stride="root", steps=[None]),
+    "summary": _of("Summaries", stride=5, summary=2, inside="past, future", steps=[1, 2, 3, 4]),
     "topk": ("topk_attention", {**_QKV, "topk": 3, **_CAUSAL}),
 }
 
@@ -295,13 +275,28 @@ def _decoded(name: str, value: Any) -> Any:
         return [_decoded(f"{name} {place}", each) for place, each in enumerate(value)]
     if not isinstance(value, dict):
         return value
-    if "always" in value:
-        return lambda tokens: value["always"]
-    if "root" in value:
-        return root_above
+    if "kind" in value:
+        settings = {key: _decoded(f"{name} {key}", each) for key, each in value.items()}
+        return lambda tokens: _pattern(tokens, **settings)
     if "shape" in value:
         return _tensor(name, value)
     return {key: _decoded(f"{name} {key}", each) for key, each in value.items()}
+
+
+def _pattern(tokens: int, kind: str, **settings: Any) -> masks.Pattern:
+    if settings.get("stride") == "root":
+        settings["stride"] = root_above(tokens)
+    if isinstance(settings.get("tokens"), list):
+        settings["tokens"] = tuple(settings["tokens"])
+    if "draws" in settings:
+        check_least("block", settings.get("size"), 1)
+        blocks = -(-tokens // settings["size"])
+        settings["lists"] = bigbird_lists(blocks, settings.pop("draws"), settings.pop("compatible", False))
+    kinds = {each.__name__: each for each in masks.Pattern.__subclasses__()}
+    try:
+        return kinds[kind](**settings)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{kind} is no pattern with these settings: {error}") from error
 
 
 def _tensor(name: str, told: dict[str, Any]) -> Tensor:

@@ -27,22 +27,22 @@ from approx_kernels.runtime.pytorch import constant_result
 OPS: Mapping[str, str] = MappingProxyType(
     {
         "adaptive_span_attention": "adaptive_span",
-        "bigbird_attention": "blocks",
-        "block_attention": "blocks",
+        "bigbird_attention": "patterns",
+        "block_attention": "patterns",
         "causal_clustered_attention": "clustered",
         "cluster_queries": "clustering",
         "clustered_attention": "clustered",
         "flash": "flash",
         "flash_attention": "flash",
-        "global_token_attention": "global_tokens",
+        "global_token_attention": "patterns",
         "linear_attention": "linear",
         "linear_decode": "linear",
-        "local_attention": "local",
+        "local_attention": "patterns",
         "lsh_attention": "lsh",
         "performer_attention": "performer",
         "performer_decode": "performer",
-        "strided_attention": "strided",
-        "summary_attention": "summaries",
+        "strided_attention": "patterns",
+        "summary_attention": "patterns",
         "topk_attention": "topk",
     }
 )

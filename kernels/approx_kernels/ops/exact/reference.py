@@ -1,6 +1,5 @@
-"""Exact softmax attention in plain PyTorch: over all keys, and over a window and chosen tokens."""
+"""Exact softmax attention in plain PyTorch."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,13 +13,11 @@ from torch.utils.flop_counter import (
 )
 
 from approx_kernels.runtime.pytorch import in_autocast, sdpa, without_autocast
-from approx_kernels.tokens import beside, blank_padding, sharing, stretches
+from approx_kernels.tokens import beside, blank_padding, sharing
 
 # PyTorch counts the FLOPs of its fused kernels only on GPUs.
 _ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-# Queries that share their keys: a balance between computing outside the window and copying.
-_BLOCK = 64
 
 
 def exact_attention(
@@ -106,71 +103,6 @@ def allowed_pairs(
         past = torch.ones(length, keys, dtype=torch.bool, device=device).tril(keys - length)
         allowed = past if allowed is None else allowed & past
     return allowed
-
-
-def places(tokens: Sequence[int] | Tensor, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Positions of the chosen tokens, [G] for all samples or [B, G] for each, and which of them are valid.
-
-    Samples choose different numbers of tokens; G is the largest of them.
-    """
-    if not isinstance(tokens, Tensor):
-        index = torch.tensor([token for token in tokens if token < keys], dtype=torch.long, device=device)
-        return index, torch.ones_like(index, dtype=torch.bool)
-    counts = tokens.sum(1, keepdim=True)
-    most = int(counts.max())
-    index = tokens.to(torch.int8).sort(stable=True, dim=1, descending=True).indices[:, :most]
-    return index, torch.arange(most, device=device) < counts
-
-
-def window_blocks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    left: int,
-    right: int,
-    chosen: tuple[Tensor, Tensor] | None = None,
-    causal: bool,
-    scale: float,
-    dropout: float,
-) -> Tensor:
-    """One fused product per block: the chosen tokens outside of each query's window, and its stretch of keys.
-
-    `chosen` is the result of `places`, or None.
-    """
-    length, keys = q.shape[2], k.shape[2]
-    before = keys - length
-    index, counts = places((), keys, q.device) if chosen is None else chosen
-    chosen_rows = [tokens_at(x, index) for x in (k, v)]
-    bounds = [
-        (max(first + before - left, 0), min(first + before + _BLOCK + right, keys))
-        for first in range(0, length, _BLOCK)
-    ]
-    blocks = zip(q.split(_BLOCK, 2), bounds, stretches(k, bounds), stretches(v, bounds), strict=True)
-    out = []
-    for number, (queries, (begin, end), *own) in enumerate(blocks):
-        position = torch.arange(queries.shape[2], device=q.device)[:, None] + (before + number * _BLOCK)
-        allowed = _within(torch.arange(begin, end, device=q.device), position, left, right)
-        if index.shape[-1]:
-            far = counts[..., None, :] & ~_within(index[..., None, :], position, left, right)
-            far = far & (index[..., None, :] <= position) if causal else far
-            allowed = torch.cat([far, allowed.expand(*far.shape[:-1], -1)], -1)
-            own = [torch.cat(pair, 2) for pair in zip(chosen_rows, own, strict=True)]
-        # One mask for all samples, or one per sample; always the same for all heads.
-        allowed = allowed[:, None] if allowed.dim() == 3 else allowed
-        out.append(sdpa(queries, *own, attn_mask=allowed, dropout_p=dropout, scale=scale))
-    return torch.cat(out, 2)
-
-
-def _within(key: Tensor, position: Tensor, left: int, right: int) -> Tensor:
-    return (key >= position - left) & (key <= position + right)
-
-
-def tokens_at(x: Tensor, index: Tensor) -> Tensor:
-    """Tokens of x [B, H, n, D] at [G] or [B, G], [B, H, G, D]."""
-    if index.dim() == 1:
-        return x.index_select(2, index)
-    return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 
 def _operations(q: list[int], k: list[int], v: list[int], *_: object, **__: object) -> int:

@@ -8,9 +8,10 @@ from approx_kernels.ops.key_lists.cpu import obstacle as lists_obstacle
 from approx_kernels.ops.linear.cpu import FUSED, features_obstacle, linear_batch, linear_continue
 from approx_kernels.ops.linear.features_cpu import map_features
 from approx_kernels.ops.linear.window_parts import joined_parts, reach
-from approx_kernels.ops.local.cpu import local_totals
+from approx_kernels.ops.patterns.cpu import pattern_lists
+from approx_kernels.ops.patterns.reference import Window
 from approx_kernels.runtime.pytorch import without_autocast
-from approx_kernels.tokens import blank_padding
+from approx_kernels.tokens import blank_for_gradients, blank_padding
 
 
 def obstacle(q: Tensor) -> str | None:
@@ -61,7 +62,14 @@ def linear_parts(
             return attend(queries, keys, v, key_mask)[0].to(dtype)
         assert mix is not None, "checked by the op"
         left, right = reach(window, causal)
-        near = local_totals(q, k, v, key_mask, left=left, right=right, scale=scale)
+        near = pattern_lists(
+            *blank_for_gradients(q, k, v, key_mask),
+            None,
+            key_mask,
+            pattern=lambda keys: Window(left=left, right=right),
+            scale=scale,
+            totals=True,
+        )
         out = joined_parts(*near, queries, keys, v, key_mask, attend, causal=causal, window=window, mix=mix, eps=eps)
         if sums is not None and keys.shape[2] >= window:
             # The window of the last query ends with it, that of the next query one later.

@@ -1,1 +1,0 @@
-"""Attention of blocks of tokens to blocks of keys."""

@@ -1,1 +1,0 @@
-"""Attention around tokens that see everything and are seen by everything."""

@@ -1,1 +1,0 @@
-"""Attention to a window and to every l-th key."""

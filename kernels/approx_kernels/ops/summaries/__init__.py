@@ -1,1 +1,0 @@
-"""Attention to a window and to summaries of earlier stretches."""

@@ -33,6 +33,7 @@ def model_of(mechanism: str | None = "linear", **settings: Any) -> Any:
 
 def options_of(data: str, **more: Any) -> FinetuneStage:
     usual = {"recover": ["task"], "steps": 20, "batch_size": 8, "learning_rate": 1e-2, "evaluate_every": 5}
+    usual["mechanism_learning_rate"] = 1e-2
     return FinetuneStage(task="glue/sst2", data=data, **{**usual, **more})
 
 

@@ -299,6 +299,8 @@ class Training(_Step):
         exact: Its value with exact attention before training.
         before: Its value before training; None if the model has no score.
         after: Its value after training.
+        fitted: What mechanisms were fitted to again before the first step, in words; None if they were not.
+        helped: Whether the result is better than what training began with; None if that was not noted.
         options: Options of the training.
     """
 
@@ -316,6 +318,8 @@ class Training(_Step):
     exact: float | None
     before: float | None
     after: float | None
+    fitted: str | None = None
+    helped: bool | None = None
     options: dict[str, Any]
 
 

@@ -20,8 +20,9 @@ _STAGE = Stage(
     "approx.finetuning.options.FinetuneStage",
     panels={
         "Task": "task data settings text split limit length min_length",
-        "Training": "budget time_budget steps epochs batch_size accumulate learning_rate validation evaluate_every patience",
-        "Modes": "train projections joint match distill lora penalty",
+        "Training": "budget time_budget steps epochs batch_size accumulate learning_rate mechanism_learning_rate warm_up "
+        "weight_decay validation evaluate_every patience",
+        "Modes": "train projections joint match transfer distill lora penalty",
         "Machine": "recompute bfloat16 report_to seed",
     },
     former={"max_steps": "steps"},

@@ -78,7 +78,11 @@ class Stage:
             if get_origin(accepted) is Literal:
                 about["autocompletion"] = names.completed(partial(get_args, accepted))
             optional = typed if default is not None else typed | None
-            yield _parameter(name, Annotated[optional, typer.Option(self.option(name), **about)], default)
+            option = self.option(name)
+            if accepted is bool and default is None:
+                # What is chosen by default can be forced either way.
+                option = f"{option}/--no-{option.removeprefix('--')}"
+            yield _parameter(name, Annotated[optional, typer.Option(option, **about)], default)
             for old in (old for old, new in self.former.items() if new == name):
                 about["hidden"] = True
                 yield _parameter(
@@ -159,8 +163,10 @@ def _typed(accepted: Any) -> Any:
 def _repeated(accepted: Any, option: str) -> str:
     """What is to be said of an option that may be repeated."""
     if hasattr(accepted, "model_fields"):
-        name, one = next(iter(accepted.model_fields.items()))
-        return f" May be repeated: {option} {name}={one.default}."
+        shown = {name: one.examples[0] if one.examples else one.default for name, one in accepted.model_fields.items()}
+        # A part that has a default is more telling than one that is left out.
+        name = next((name for name, one in accepted.model_fields.items() if one.default is not None), next(iter(shown)))
+        return f" May be repeated: {option} {name}={shown[name]}."
     return " May be repeated." if _item(accepted) is Path else ""
 
 

@@ -252,7 +252,7 @@ class TrainingPhase(Written):
     Attributes:
         mode: Name of the mode.
         steps: Number of steps.
-        best_step: Step whose weights were kept.
+        best_step: Step whose weights were kept; 0 if none was better than those before the first.
         parameters: Number of trained parameters.
         tokens: Number of training tokens.
         seconds: Duration.
@@ -287,6 +287,9 @@ class Trained(Written):
         examples: Number of training examples.
         data_sha256: Hash of all these examples.
         approximated: Share of the training inputs on which the variant approximates; null for the base.
+        fitted: What its mechanisms were fitted to again before the first step, in words; null if they were not.
+        helped: Whether the result is better than what training began with; null if nothing was trained, or it was not
+            noted.
     """
 
     name: str
@@ -300,6 +303,8 @@ class Trained(Written):
     examples: Count
     data_sha256: str
     approximated: float | None = None
+    fitted: str | None = None
+    helped: bool | None = None
 
 
 class _Measured(BaseModel):

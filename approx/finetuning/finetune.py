@@ -30,10 +30,10 @@ from approx.checkpoints.atomic_folder import (
 )
 from approx.checkpoints.checkpoint import Checkpoint, state_sha256, weight_files
 from approx.checkpoints.foreign import carried
-from approx.checkpoints.history import Check, Receipt, Training, read_receipt, trainings
+from approx.checkpoints.history import Check, Receipt, Training, read_receipt
 from approx.checkpoints.manifest import sha256
 from approx.conversion import convert, verify
-from approx.conversion.calibration import calibration_batch, calibration_length, mechanisms
+from approx.conversion.calibration import calibrate, calibration_batch, calibration_length, mechanisms
 from approx.conversion.convert import refuse_foreign
 from approx.errors import ApproxError, Exit
 from approx.evaluation import evaluate
@@ -43,6 +43,8 @@ from approx.evaluation.timing import available_bytes, peak_mb
 from approx.finetuning import trainer
 from approx.finetuning.options import FinetuneStage, allowed_loss
 from approx.finetuning.trainer import (
+    MOST_VALIDATIONS,
+    VALIDATING,
     Distill,
     Measure,
     Objective,
@@ -60,21 +62,28 @@ from approx.paths import refuse_leaving
 from approx.tasks.metrics import METRICS
 from approx.validation import first_mistake
 from approx.version import __version__
+from approx_kernels.dispatch import findings
 from approx_kernels.runtime.atomic_file import write_whole
 
 # Inputs per step, learning rate, and relative share of a time budget, by mode.
 _DEFAULTS = {
-    "transfer": (16, 1e-2, 1.0),
-    "distill": (32, 1e-4, 3.0),
+    "transfer": (8, 2e-2, 1.0),
+    "distill": (16, 1e-4, 1.0),
     "task": (32, 5e-5, 3.0),
     "clm": (16, 2e-4, 3.0),
     "mlm": (16, 1e-4, 3.0),
 }
 # Adapters and mechanisms' parameters tolerate higher rates than full matrices.
 _ADAPTERS_FASTER = _MECHANISMS_FASTER = 10.0
-_FEWEST_STEPS, _MOST_STEPS, _VALIDATIONS = 200, 2000, 10
+_FEWEST_STEPS, _MOST_STEPS = 200, 2000
+# After these steps of transfer, more gained nothing on SQuAD: 640 inputs, 100,000 tokens. Short inputs take more of them.
+_TRANSFER_STEPS, _MOST_TRANSFER_STEPS, _TRANSFER_TOKENS = 80, 400, 100_000
+# After transfer there is little left to learn, and much to forget.
+_STEPS_AFTER_TRANSFER, _SLOWER_AFTER_TRANSFER = 100, 5.0
 # With a smaller share of approximated inputs, much of the training is lost.
 _ENOUGH_APPROXIMATED = 0.8
+# Share of a mode for warm-up, and decay of the base's matrices.
+_WARM_UP, _WEIGHT_DECAY = 0.06, 0.01
 # At this weight, spans of 1,000 tokens in 100 heads add 0.1 nats to the loss.
 _SPAN_PENALTY = 1e-6
 
@@ -101,9 +110,31 @@ class Preparation:
     approximated: float | None = None
     approximates_from: int | None = None
 
+    def validating(self, count: int, model: Any) -> "Preparation":
+        """The same with at most this many held-out examples in use, and not too few."""
+        data = replace(self.data, used=max(count, _FEWEST_VALIDATED))
+        if len(data.validated.examples) == len(self.data.validated.examples):
+            return replace(self, data=data)
+        measure = self.measure if self.measure.value is None else _measure(model, data)
+        return replace(self, data=data, measure=measure)
+
     @property
     def notes(self) -> list[str]:
         """What a user should know before training."""
+        return [*self._of_validation, *self._of_lengths]
+
+    @property
+    def _of_validation(self) -> list[str]:
+        used, count = len(self.data.validated.examples), len(self.data.held_out.examples)
+        if used == count:
+            return []
+        return [
+            f"Only {used} of the {count} held-out examples are validated on, so that this takes no more than a tenth of the "
+            "time of training."
+        ]
+
+    @property
+    def _of_lengths(self) -> list[str]:
         if self.approximated is None or self.approximated > _ENOUGH_APPROXIMATED:
             return []
         share = f"{100 * self.approximated:.0f} %"
@@ -128,8 +159,12 @@ def prepare_training(model: Any, processor: Any, options: FinetuneStage, teacher
     refuse_sharding()
     text = options.text is not None
     causal = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
-    modes: list[str] = list(options.recover or trainer.default_modes(model, text=text, causal=causal))
+    modes: list[str] = list(
+        options.recover or trainer.default_modes(model, text=text, causal=causal, taught=teacher is not None)
+    )
     trainer.check_modes(modes, model, text=text, projections=options.projections)
+    if teacher is not None and "distill" not in modes:
+        raise ApproxError("--teacher has an effect only with the mode 'distill'. Add it to --recover, or leave it out.")
     _refuse_missing("accelerate", "'approx-attention[train]'", "Training")
     if options.report_to is not None:
         _refuse_missing(options.report_to, options.report_to, f"Reporting to {options.report_to}")
@@ -143,7 +178,7 @@ def prepare_training(model: Any, processor: Any, options: FinetuneStage, teacher
     adapted: set[str] = set()
     chosen = [mode for mode in modes if mode != "lora"]
     shares = {mode: _DEFAULTS[mode][2] for mode in chosen}
-    for mode in chosen:
+    for number, mode in enumerate(chosen):
         if "lora" in modes[: modes.index(mode)]:
             adapted.add(mode)
         phases.append(
@@ -155,10 +190,56 @@ def prepare_training(model: Any, processor: Any, options: FinetuneStage, teacher
                 sample=sample,
                 teacher=teacher,
                 share=shares[mode] / sum(shares.values()),
+                gently=mode == "distill" and "transfer" in chosen[:number],
                 adapted=mode in adapted,
             )
         )
-    return Preparation(read, phases, adapted, measure, sample, *_approximated(model, read))
+    prepared = Preparation(read, phases, adapted, measure, sample, *_approximated(model, read))
+    return prepared if options.seconds is not None else _with_validations(prepared, model)
+
+
+# Validation takes a tenth of the time of a mode. A step takes three times as long as a forward pass of its inputs.
+_PASSES_OF_A_STEP = 3
+# Fewer examples choose no step.
+_FEWEST_VALIDATED = 16
+# Examples whose validation is timed.
+_TIMED = 8
+
+
+def _with_validations(prepared: Preparation, model: Any) -> Preparation:
+    """Choose how many held-out examples are used, and how often, where the number of steps says what a tenth is.
+
+    The count does not depend on times, so that a training can be repeated to the bit.
+    """
+    phases, inputs = [], _inputs_of_an_example(prepared)
+    passes = {phase.mode: VALIDATING * _PASSES_OF_A_STEP * phase.steps * phase.batch_size for phase in prepared.phases}
+    # Before the first step and after the last.
+    prepared = prepared.validating(int(min(passes.values()) / 2 / inputs), model)
+    for phase in prepared.phases:
+        affordable = int(passes[phase.mode] / inputs / len(prepared.data.validated.examples)) - 1
+        usual = math.ceil(phase.steps / min(max(affordable, 1), MOST_VALIDATIONS))
+        phases.append(replace(phase, evaluate_every=phase.evaluate_every or usual))
+    return replace(prepared, phases=phases)
+
+
+def _affordable(prepared: Preparation, model: Any) -> int:
+    """How many held-out examples can be used twice in a tenth of the time of any mode, by the time that a few take."""
+    few = prepared.validating(_TIMED, model)
+    slowest = 0.0
+    for phase in prepared.phases:
+        value = measure_of(phase, few, model).value
+        assert value is not None  # each mode has a loss at least
+        # The first pass prepares what later ones use.
+        value()
+        began = time.perf_counter()
+        value()
+        slowest = max(slowest, time.perf_counter() - began)
+    seconds = VALIDATING * min(phase.seconds for phase in prepared.phases) / 2
+    return int(seconds / max(slowest, 1e-9) * len(few.data.validated.examples))
+
+
+def _inputs_of_an_example(prepared: Preparation) -> float:
+    return max(len(prepared.data.rows) / len(prepared.data.split.examples), 1.0)
 
 
 def _approximated(model: Any, read: trainer.TrainingData) -> tuple[float | None, int | None]:
@@ -209,20 +290,27 @@ def _phase(
     sample: dict[str, Tensor],
     teacher: Any,
     share: float,
+    gently: bool,
     adapted: bool,
 ) -> Phase:
-    batch_size, rate, _ = _DEFAULTS[mode]
-    batch_size = options.batch_size or batch_size
-    rate = options.learning_rate or rate * (_ADAPTERS_FASTER if adapted else 1.0)
-    mechanism_rate = rate if options.learning_rate else rate * _MECHANISMS_FASTER
+    batch_size, usual, _ = _DEFAULTS[mode]
+    batch_size = options.of(mode, "batch_size") or batch_size
+    usual *= (_ADAPTERS_FASTER if adapted else 1.0) / (_SLOWER_AFTER_TRANSFER if gently else 1.0)
+    rate = options.of(mode, "learning_rate") or usual
+    mechanism_rate = options.of(mode, "mechanism_learning_rate") or usual * _MECHANISMS_FASTER
     one_pass = trainer.steps_of_pass(len(read.rows), batch_size)
-    if options.steps is not None:
-        steps = options.steps
-    elif options.epochs is not None:
-        steps = max(1, round(options.epochs * one_pass))
-    else:
-        # Enough steps for small data sets, and a bound for large ones.
-        steps = min(max(one_pass, _FEWEST_STEPS), _MOST_STEPS)
+    if (steps := options.of(mode, "steps")) is None:
+        if options.epochs is not None:
+            steps = max(1, round(options.epochs * one_pass))
+        elif mode == "transfer":
+            tokens = sum(map(read.tokens, range(len(read.rows)))) / len(read.rows)
+            steps = math.ceil(_TRANSFER_TOKENS / max(batch_size * tokens, 1))
+            steps = min(max(steps, _TRANSFER_STEPS), _MOST_TRANSFER_STEPS)
+        elif gently and options.seconds is None:
+            steps = _STEPS_AFTER_TRANSFER
+        else:
+            # Enough steps for small data sets, and a bound for large ones.
+            steps = min(max(one_pass, _FEWEST_STEPS), _MOST_STEPS)
     objective: Objective
     if mode == "transfer":
         projections = _projections(model, sample) if options.projections else []
@@ -253,14 +341,25 @@ def _phase(
         learning_rate=rate,
         mechanism_learning_rate=mechanism_rate,
         seconds=math.inf if options.seconds is None else options.seconds * share,
-        evaluate_every=options.evaluate_every or max(1, math.ceil(steps / _VALIDATIONS)),
+        evaluate_every=options.evaluate_every,
+        warm_up=_WARM_UP if (warm_up := options.of(mode, "warm_up")) is None else warm_up,
+        weight_decay=_WEIGHT_DECAY if (decay := options.of(mode, "weight_decay")) is None else decay,
         patience=options.patience,
         penalty=penalty,
         recompute=options.recompute,
-        bfloat16=options.bfloat16,
+        bfloat16=_in_bfloat16(model, mode) if options.bfloat16 is None else options.bfloat16,
         report_to=options.report_to,
         seed=options.seed,
     )
+
+
+def _in_bfloat16(model: Any, mode: str) -> bool:
+    """Whether a mode runs under autocast by default: what compares activations does, where products are faster for it."""
+    if mode not in ("transfer", "distill") or model.dtype != torch.float32:
+        return False
+    if model.device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return "BF16" in findings.instructions() or "AMX" in findings.instructions()
 
 
 def _projections(model: Any, sample: dict[str, Any]) -> list[str]:
@@ -276,8 +375,8 @@ def _measure(model: Any, read: trainer.TrainingData) -> Measure:
         return Measure("loss", True, None)
     name = read.task.metrics[0]
     subject = Subject("the model", model, read.processor)
-    prepared = prepare([subject], read.task, read.held_out, batch_size=None, max_length=read.limit, truncate=True)
-    labels = [example.label for example in read.held_out.examples]
+    prepared = prepare([subject], read.task, read.validated, batch_size=None, max_length=read.limit, truncate=True)
+    labels = [example.label for example in read.validated.examples]
 
     def value() -> float:
         predictions = predict(subject, read.task, prepared, device=model.device, halve=True)
@@ -296,8 +395,8 @@ def measure_of(phase: Phase, prepared: Preparation, model: Any) -> Measure:
 
 
 def _held_out_loss(phase: Phase, read: trainer.TrainingData, model: Any) -> Callable[[], float]:
-    held_out_data = replace(read, split=read.held_out, rows=[], encodings=[])
-    for number, example in enumerate(read.held_out.examples):
+    held_out_data = replace(read, split=read.validated, rows=[], encodings=[])
+    for number, example in enumerate(read.validated.examples):
         for window, encoding in enumerate(read.task.encode(example, read.processor, read.limit)):
             if read.task.tokens(encoding):
                 held_out_data.rows.append((number, window))
@@ -451,6 +550,9 @@ class Begun(BaseModel):
         exact: Score with exact attention; None for an exact model.
         before: Score before the first step; None if the model has no score.
         notes: What these scores show about the order of the model's labels.
+        validated: Number of held-out examples in use; None for all.
+        fitted: What mechanisms were fitted to again before the first step; None if they were not.
+        start: Score of the weights that the first step begins with, in `start.safetensors`; None if the model has no score.
     """
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
@@ -460,6 +562,9 @@ class Begun(BaseModel):
     exact: float | None = None
     before: float | None = None
     notes: list[str] = []
+    validated: int | None = None
+    fitted: str | None = None
+    start: float | None = None
 
 
 @dataclass
@@ -479,6 +584,8 @@ class Healing:
         options: The options of the training.
         approximated: Share of the training inputs on which the mechanisms approximate; None for an exact model.
         notes: What a user should know.
+        fitted: What mechanisms were fitted to again before the first step, in words; None if they were not.
+        helped: Whether the result is better than what training began with; None if nothing was trained.
         output: The folder with the model; None for a model in memory.
         checks: The checks of that folder.
     """
@@ -495,6 +602,8 @@ class Healing:
     options: dict[str, Any]
     approximated: float | None
     notes: list[str]
+    fitted: str | None = None
+    helped: bool | None = None
     output: str | None = None
     checks: list[Check] = field(default_factory=list)
 
@@ -582,9 +691,15 @@ def _trained(
     progress("score before training", 0, 1)
     again = begun.scored
     if not again:
+        if options.seconds is not None:
+            prepared = prepared.validating(evaluate.agree(_affordable(prepared, model)), model)
         exact, before = _before(model, prepared.measure)
-        begun = Begun(about=begun.about, scored=True, exact=exact, before=before, notes=prepared.measure.about_labels)
-        _keep(folder, begun)
+        begun = begun.model_copy(
+            update={"exact": exact, "before": before, "notes": prepared.measure.about_labels}
+            | {"validated": prepared.data.used}
+        )
+    elif begun.validated is not None:
+        prepared = prepared.validating(begun.validated, model)
     exact, before = begun.exact, begun.before
     if options.budget is not None:
         prepared.measure.enough = _enough(prepared.measure, exact, before, options)
@@ -594,9 +709,16 @@ def _trained(
             reference = "" if exact is None else f", {exact:.4f} with exact attention"
             raise BudgetMetError(
                 f"The budget {options.budget} is met before training: {prepared.measure.name} is {before:.4f} on "
-                f"{len(prepared.data.held_out.examples)} held-out examples{reference}. Nothing was trained.",
-                _healing(prepared, options, begun, [], before),
+                f"{len(prepared.data.validated.examples)} held-out examples{reference}. Nothing was trained.",
+                _healing(prepared, options, begun, [], before, None),
             )
+    if not again:
+        begun = _fitted(model, prepared, begun)
+        if (begun.start is not None or begun.fitted) and evaluate.leads():
+            _store(folder / _START, model)
+        _keep(folder, begun)
+    elif begun.start is not None or begun.fitted:
+        _restore(folder / _START, model)
     outcomes: list[Outcome] = []
     unused = 0.0
     for number, phase in enumerate(prepared.phases):
@@ -613,11 +735,61 @@ def _trained(
     progress("score after training", 0, 1)
     model.eval()
     after = None if prepared.measure.value is None else prepared.measure.value()
-    return _healing(prepared, options, begun, outcomes, after)
+    helped = any(outcome.best_step for outcome in outcomes)
+    if after is not None and begun.start is not None and _worse(prepared.measure, after, begun.start):
+        # What lowers the loss of a layer need not raise the score of the model.
+        _restore(folder / _START, model)
+        after, helped = begun.start, False
+    return _healing(prepared, options, begun, outcomes, after, helped)
+
+
+_START = "start.safetensors"
+
+
+def _worse(measure: Measure, value: float, than: float) -> bool:
+    return value > than if measure.lower_is_better else value < than
+
+
+# Inputs that mechanisms are fitted to, and all their tokens with padding, whose dense weights may be computed.
+_MOST_FITTED, _MOST_FITTED_TOKENS = 16, 4096
+
+
+def _fitted(model: Any, prepared: Preparation, begun: Begun) -> Begun:
+    """Fit mechanisms that take calibration again, to training inputs, unless the score falls; return what training begins with."""
+    before, data = begun.before, prepared.data
+    begun = begun.model_copy(update={"scored": True, "start": before})
+    if not (families.is_converted(model) and any(each.takes_calibration for each in mechanisms(model))):
+        return begun
+    chosen: list[int] = []
+    order = torch.randperm(len(data.rows), generator=torch.Generator().manual_seed(prepared.phases[0].seed)).tolist()
+    for row in order[:_MOST_FITTED]:
+        if not chosen or max(map(data.tokens, [*chosen, row])) * (len(chosen) + 1) <= _MOST_FITTED_TOKENS:
+            chosen.append(row)
+    words = f"{len(chosen)} training inputs"
+    earlier = trainer.changeable(model, trainer.mechanism_parameters(model))
+    after, why = None, ""
+    try:
+        calibrate(model, trainer.without_targets(trainer.tensors_to(model.device, data.batch(chosen, 0), model.dtype)))
+        after = None if before is None or prepared.measure.value is None else prepared.measure.value()
+    except ApproxError as error:
+        why = f"They cannot be fitted to {words}: {error}"
+    if before is not None and after is not None and _worse(prepared.measure, after, before):
+        why = f"Fitted to {words}, they scored worse before the first step: {after:.4f} after {before:.4f}."
+    if why:
+        model.load_state_dict(earlier, strict=False)
+        return begun.model_copy(update={"notes": [*begun.notes, f"The mechanisms stay as they were converted. {why}"]})
+    scored = "" if after is None else f", with {prepared.measure.name} {after:.4f} after {before:.4f}"
+    note = f"The mechanisms were fitted to {words} before the first step{scored}."
+    return begun.model_copy(update={"start": after, "fitted": words, "notes": [*begun.notes, note]})
 
 
 def _healing(
-    prepared: Preparation, options: FinetuneStage, begun: Begun, outcomes: list[Outcome], after: float | None
+    prepared: Preparation,
+    options: FinetuneStage,
+    begun: Begun,
+    outcomes: list[Outcome],
+    after: float | None,
+    helped: bool | None,
 ) -> Healing:
     return Healing(
         recover=[phase.mode for phase in prepared.phases] if not prepared.adapted else list(options.recover or []),
@@ -626,13 +798,21 @@ def _healing(
         exact=begun.exact,
         before=begun.before,
         after=after,
-        held_out=len(prepared.data.held_out.examples),
+        held_out=len(prepared.data.validated.examples),
         examples=len(prepared.data.split.examples),
         data_sha256=prepared.data.sha256,
         options=options.model_dump(mode="json", exclude_none=True),
         approximated=prepared.approximated,
-        notes=[*prepared.notes, *begun.notes],
+        notes=[*prepared.notes, *begun.notes, *([_NO_HELP] if helped is False else [])],
+        fitted=begun.fitted,
+        helped=helped,
     )
+
+
+_NO_HELP = (
+    "Training did not help: no step was better on the held-out examples than the weights before the first, which are kept. "
+    "Give it more time, other inputs, or a mechanism with more capacity."
+)
 
 
 def _carried_out(
@@ -726,6 +906,12 @@ def _begun(folder: Path, model: Any, prepared: Preparation, options: FinetuneSta
             refuse_leaving(folder, path)
         begun = _read(file, found)
         known = begun.about.model_dump(exclude_none=True)
+        if "transfer" not in begun.about.options and begun.about.options:
+            raise ApproxError(
+                f"{folder} holds an unfinished training of an earlier version of approx, with other defaults. Continue it "
+                "with that version, or start over with --force.",
+                Exit.REFUSED,
+            )
         if different := [what for what in known if known[what] != getattr(about, what)]:
             words = {
                 "options": "options",
@@ -787,9 +973,7 @@ def _finish(place: Path, model: Any, outcome: Outcome) -> None:
     evaluate.gather(None)
     if not evaluate.leads():
         return
-    state = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
-    save_file(state, place / "finished.safetensors.tmp")
-    (place / "finished.safetensors.tmp").replace(place / "finished.safetensors")
+    _store(place / "finished.safetensors", model)
     write_whole(place / "finished.json", json.dumps(asdict(outcome)))
     for saved in place.glob("checkpoint-*"):
         shutil.rmtree(saved)
@@ -803,12 +987,23 @@ def _finished(place: Path, model: Any) -> Outcome | None:
         outcome = TypeAdapter(Outcome).validate_json(file.read_bytes(), strict=True)
     except ValidationError as error:
         raise _damaged(file, error) from None
-    file = place / "finished.safetensors"
+    _restore(place / "finished.safetensors", model)
+    return outcome
+
+
+def _store(file: Path, model: Any) -> None:
+    """Write the weights of a model, whole or not at all."""
+    state = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
+    part = file.with_name(f"{file.name}.tmp")
+    save_file(state, part)
+    part.replace(file)
+
+
+def _restore(file: Path, model: Any) -> None:
     try:
         model.load_state_dict(load_file(file))
     except (OSError, SafetensorError, RuntimeError) as error:
         raise _damaged(file, error) from None
-    return outcome
 
 
 _OUTCOME = "outcome.json"
@@ -960,7 +1155,7 @@ def rehearse(
     return Rehearsal(
         name=opened.source.name,
         examples=len(prepared.data.split.examples),
-        held_out=len(prepared.data.held_out.examples),
+        held_out=len(prepared.data.validated.examples),
         measure=prepared.measure.name,
         phases=[estimate(opened.model, phase, prepared, options) for phase in prepared.phases],
         approximated=prepared.approximated,
@@ -984,13 +1179,13 @@ def _opened(
     refuse_foreign(opened.source, carried(opened.source.config))
     record = opened.source.raw.get("approx") or {}
     if teacher is None:
-        if "distill" in (options.recover or []) and trainings(record):
+        if "distill" in (options.recover or []) and trainer.retrained(record):
             raise ApproxError(
                 f"The weights of {name} were trained since they were converted, so with exact attention they are not "
                 "the base. Name it with --teacher.",
             )
         return opened, None
-    if "distill" not in (options.recover or []):
+    if options.recover is not None and "distill" not in options.recover:
         raise ApproxError("--teacher has an effect only with the mode 'distill'. Add it to --recover, or leave it out.")
     taught = checkpoint.load(teacher, offline=offline, merge_adapter=merge_adapter, device=device)
     if taught.source.converted or taught.source.stock_class is not opened.source.stock_class:
@@ -1071,6 +1266,8 @@ def _remember(opened: Checkpoint, options: FinetuneStage, done: Healing, taught:
         exact=done.exact,
         before=done.before,
         after=done.after,
+        fitted=done.fitted,
+        helped=done.helped,
         # Paths may be private.
         options={name: value for name, value in done.options.items() if name not in ("data", "text")},
     )

@@ -23,10 +23,33 @@ def allowed_loss(budget: str) -> float:
     return float(parts[1])
 
 
-class Distillation(Model):
-    """Weights of the distillation loss; parts with weight 0 are not computed.
+Rate = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+class ModeOptions(Model):
+    """Settings of one mode; what is left out is that of all modes.
 
     Attributes:
+        learning_rate: The highest rate. That of all modes leaves `transfer` alone, whose mechanisms take a higher one.
+        steps: Most steps.
+        batch_size: Inputs of a step, over all processes.
+        warm_up: Share of what runs, steps or time, during which the rate rises.
+        weight_decay: Decay of the base's matrices.
+    """
+
+    learning_rate: Annotated[float | None, Field(gt=0, examples=[0.02])] = None
+    steps: Count | None = None
+    batch_size: Count | None = None
+    warm_up: Share | None = None
+    weight_decay: Annotated[float | None, Field(ge=0)] = None
+
+
+class Distillation(ModeOptions):
+    """Settings of `distill`, and the weights of its loss; parts with weight 0 are not computed.
+
+    Attributes:
+        mechanism_learning_rate: The highest rate of the mechanisms' parameters.
         logits: Weight of the divergence between the outputs of teacher and student.
         hidden: Weight of the relative squared error of each layer's hidden states.
         attention: Weight of the relative squared error of each layer's attention outputs.
@@ -34,6 +57,7 @@ class Distillation(Model):
         temperature: Divisor of the logits of both.
     """
 
+    mechanism_learning_rate: Rate | None = None
     logits: Annotated[float, Field(ge=0)] = 1.0
     hidden: Annotated[float, Field(ge=0)] = 1.0
     attention: Annotated[float, Field(ge=0)] = 0.0
@@ -64,7 +88,8 @@ class FinetuneStage(Model):
     Attributes:
         recover: Modes in their order: transfer (fit the mechanisms to exact attention, layer by layer), distill (fit
             the model to its base), task (train on labels), clm or mlm (continue pre-training on text), lora (from there
-            on, adapters instead of weights). Default: transfer where mechanisms have parameters, then task, clm or mlm.
+            on, adapters instead of weights). Default for a converted model: transfer where mechanisms have parameters, then
+            distill; for an exact one task, clm or mlm.
         task: A task, e.g. glue/sst2. `approx tasks` lists them.
         data: The task's files in their official layout, a table (.csv, .tsv, .jsonl, .json, .parquet), or
             hub:OWNER/NAME. Default: the hub, or the task's generator.
@@ -79,20 +104,28 @@ class FinetuneStage(Model):
         steps: Steps of each mode.
         epochs: Passes over the examples, instead of steps.
         time_budget: Time of all modes together, e.g. 90s, 30m or 2h; training ends when steps or time run out.
-        learning_rate: The highest rate of every mode. Default: one for each mode.
+        learning_rate: The highest rate of the base's weights. Default: one for each mode.
+        mechanism_learning_rate: The highest rate of the mechanisms' parameters, in all modes but transfer. Default: ten
+            times that of the mode.
+        warm_up: Share of what runs, steps or time, during which the rate rises. Default: 0.06.
+        weight_decay: Decay of the base's matrices. Default: 0.01.
+        transfer: A setting of transfer alone: learning_rate, steps, batch_size, warm_up or weight_decay.
         train: Weights that distill, task, clm and mlm train: all, those of attention layers, or the task's head.
         projections: Let transfer train the q, k and v projections too.
         joint: In transfer, feed each layer what the converted layers before it compute, not exact attention.
         match: What transfer compares: the outputs of attention, or its weights.
-        distill: Weight of a part of the loss of distill: logits, hidden, attention or labels; or the temperature.
+        distill: Weight of a part of the loss of distill: logits, hidden, attention or labels; the temperature; or a
+            setting of distill alone, as for transfer.
         lora: The rank, alpha, dropout or targets of the adapters.
         penalty: Weight of the penalty of mechanisms, such as the spans of adaptive-span.
-        validation: Training examples held out to choose the best step, at most a tenth.
-        evaluate_every: Steps between validations. Default: about ten validations.
+        validation: Training examples held out to choose the best step, at most a tenth. Fewer are used where they would
+            take more than a tenth of the time.
+        evaluate_every: Steps between validations. Default: about ten validations, in at most a tenth of the time.
         patience: End a mode after this many validations without progress.
         budget: Stop once the loss of score on held-out examples against exact attention, in points, is met: loss<=0.5.
         recompute: Compute layers again in the backward pass: less memory, more time.
-        bfloat16: Run the forward pass under bfloat16 autocast.
+        bfloat16: Run the forward pass under bfloat16 autocast. Default: in transfer and distill, where the processor or
+            GPU is made for it.
         report_to: Also report to tensorboard, trackio or wandb.
         seed: Seed of the order of examples and of dropout.
     """
@@ -111,7 +144,11 @@ class FinetuneStage(Model):
     steps: Count | None = None
     epochs: Annotated[float | None, Field(gt=0)] = None
     time_budget: Duration | None = None
-    learning_rate: Annotated[float | None, Field(gt=0)] = None
+    learning_rate: Rate | None = None
+    mechanism_learning_rate: Rate | None = None
+    warm_up: Share | None = None
+    weight_decay: Annotated[float | None, Field(ge=0)] = None
+    transfer: ModeOptions = Field(default_factory=ModeOptions)
     train: Literal["all", "attention", "head"] = "all"
     projections: bool = False
     joint: bool = False
@@ -124,7 +161,7 @@ class FinetuneStage(Model):
     patience: Count | None = None
     budget: Annotated[str | None, AfterValidator(checked(allowed_loss))] = None
     recompute: bool = False
-    bfloat16: bool = False
+    bfloat16: bool | None = None
     report_to: Literal["tensorboard", "trackio", "wandb"] | None = None
     seed: Annotated[int, Field(ge=0)] = 0
 
@@ -132,6 +169,16 @@ class FinetuneStage(Model):
     def seconds(self) -> float | None:
         """The time budget in seconds."""
         return None if self.time_budget is None else seconds(self.time_budget)
+
+    def of(self, mode: str, setting: str) -> Any:
+        """A setting of a mode: its own, or that of all modes; None for the default.
+
+        What is set for all modes is the rate of the base's weights, of which `transfer` trains none by itself.
+        """
+        own = {"transfer": self.transfer, "distill": self.distill}.get(mode)
+        value = getattr(own, setting, None)
+        shared = mode != "transfer" or setting not in ("learning_rate", "mechanism_learning_rate")
+        return getattr(self, setting) if value is None and shared else value
 
 
 class HealStage(FinetuneStage):

@@ -9,7 +9,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,6 +29,7 @@ from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, Traine
 from transformers.pytorch_utils import Conv1D
 
 from approx.checkpoints import families
+from approx.checkpoints.history import trainings
 from approx.conversion import surgery
 from approx.conversion.calibration import all_open, evaluating, exact_below
 from approx.errors import ApproxError, Exit
@@ -219,10 +220,30 @@ def check_modes(modes: list[str], model: Any, *, text: bool, projections: bool) 
         raise ApproxError("'task' needs labels, which plain text has not. Give --task, or use 'clm' or 'mlm'.")
 
 
-def default_modes(model: Any, *, text: bool, causal: bool) -> list[str]:
-    """Default modes: attention transfer if mechanisms have parameters, then the task or language modelling."""
-    first = ["transfer"] if families.is_converted(model) and mechanism_parameters(model) else []
-    return [*first, ("clm" if causal else "mlm") if text else "task"]
+def default_modes(model: Any, *, text: bool, causal: bool, taught: bool) -> list[str]:
+    """Default modes: for a converted model attention transfer, if mechanisms have parameters, and distillation.
+
+    Args:
+        model: The model.
+        text: Whether it is trained on plain text.
+        causal: Whether it predicts the next token.
+        taught: Whether there is a teacher besides the model's own weights with exact attention, which are the base's
+            until they are trained.
+    """
+    last = ("clm" if causal else "mlm") if text else "task"
+    if not families.is_converted(model):
+        return [last]
+    first = ["transfer"] if mechanism_parameters(model) else []
+    return [*first, "distill" if taught or not retrained(model.config.approx) else last]
+
+
+def retrained(record: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint's own weights, not only its mechanisms, were trained since it was converted.
+
+    Args:
+        record: The field `approx` of its config.
+    """
+    return any(set(step.recover) != {"transfer"} or step.options.get("projections") for step in trainings(record))
 
 
 # Longer than any input.
@@ -278,7 +299,7 @@ class Transfer:
     def loss(self, model: Any, inner: Any, inputs: dict[str, Tensor]) -> Tensor:
         """See `Objective`: the mean over layers, of the relative squared error or of the divergence in nats."""
         terms: list[Tensor] = []
-        inputs = _without_targets(inputs)
+        inputs = without_targets(inputs)
         with evaluating(inner):
             targets = self._targets(inner, inputs) if self._first else {}
 
@@ -338,24 +359,20 @@ class Distill:
 
     def loss(self, model: Any, inner: Any, inputs: dict[str, Tensor]) -> Tensor:
         """See `Objective`."""
-        unlabelled, weights = _without_targets(inputs), self._weights
+        unlabelled, weights = without_targets(inputs), self._weights
         with torch.no_grad():
             target, target_attention = self._run(self._teacher, self._teacher, unlabelled)
         outputs, attention = self._run(model, inner, inputs if weights.labels else unlabelled)
         mask = unlabelled.get("attention_mask")
         several = kind_of_outputs(self._teacher.config) == SEVERAL
         compared = [name for name in target if name.endswith("logits")] if weights.logits else []
-        terms = [
-            weights.logits
-            * _distance(
-                *(_without_padding(each[name], mask) if name in _PLACES else each[name] for each in (outputs, target)),
-                mask,
-                weights.temperature,
-                several=several,
-            )
-            / len(compared)
-            for name in compared
-        ]
+        terms: list[Tensor] = []
+        for name in compared:
+            one, other = outputs[name], target[name]
+            if name in _PLACES:
+                one, other = _without_padding(one, mask), _without_padding(other, mask)
+            apart = _distance(one, other, mask, weights.temperature, several=several)
+            terms.append(weights.logits * apart / len(compared))
         if weights.hidden:
             layers = list(zip(outputs.hidden_states[1:], target.hidden_states[1:], strict=True))
             terms += [
@@ -424,7 +441,8 @@ def relative_error(outputs: Tensor, target: Tensor, real: Tensor | None = None) 
     return apart / torch.maximum(around, _LEAST_SHARE * whole).clamp(min=torch.finfo(torch.float32).tiny)
 
 
-def _without_targets(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+def without_targets(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A batch as the model reads it, without labels."""
     return {name: x for name, x in inputs.items() if name not in _TARGETS}
 
 
@@ -514,7 +532,9 @@ class Phase:
         learning_rate: Highest learning rate.
         mechanism_learning_rate: Highest learning rate of the mechanisms' parameters.
         seconds: Time limit; infinite for none.
-        evaluate_every: Steps between validations.
+        evaluate_every: Steps between validations; None for as many as take a tenth of the time limit.
+        warm_up: Share of what will run, steps or time, during which the rate rises.
+        weight_decay: Decay of the base's matrices.
         patience: Validations without improvement after which the mode ends; None for no limit.
         penalty: Weight of the mechanisms' penalty.
         recompute: Whether to recompute layers in the backward pass.
@@ -532,7 +552,9 @@ class Phase:
     learning_rate: float
     mechanism_learning_rate: float
     seconds: float
-    evaluate_every: int
+    evaluate_every: int | None
+    warm_up: float
+    weight_decay: float
     patience: int | None
     penalty: float
     recompute: bool
@@ -573,12 +595,12 @@ class Outcome:
     Attributes:
         mode: Name of the mode.
         steps: Number of steps.
-        best_step: Step whose weights were kept.
+        best_step: Step whose weights were kept; 0 if none was better than the weights before the first.
         parameters: Number of trained parameters.
         tokens: Number of training tokens.
         seconds: Time, including interrupted attempts.
         measure: Name of the measure that chose the best step.
-        curve: Step, loss, learning rate and, at validations, the value of the measure.
+        curve: Step, loss, learning rate and, at validations, the value of the measure; from step 0, before the first.
         ended: Reason for the end: `steps`, `time`, `patience` or `budget`.
     """
 
@@ -591,6 +613,10 @@ class Outcome:
     measure: str
     curve: list[dict[str, float]]
     ended: str
+
+
+# Most validations of a mode after the first, and the share of its time that all of them take.
+MOST_VALIDATIONS, VALIDATING = 10, 0.1
 
 
 class _WatchState(BaseModel):
@@ -609,8 +635,10 @@ class Watch(TrainerCallback):
     def __init__(self, trainer: Any, progress: Progress) -> None:
         self._trainer, self._progress = trainer, progress
         self._began, self._before, self.tokens = time.monotonic(), 0.0, 0
-        self.stopped, self.ended = False, "steps"
+        self.stopped, self.ended, self.share_before = False, "steps", 0.0
         self._loss = self._validation = float("nan")
+        # Validations within a time limit, and the share of the mode that is done.
+        self._validations, self._share = MOST_VALIDATIONS, 0.0
 
     def seconds(self) -> float:
         """Training time so far, including interrupted attempts."""
@@ -643,7 +671,10 @@ class Watch(TrainerCallback):
         self._before, self.tokens, self._began = stored.seconds, stored.tokens, time.monotonic()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Find the best checkpoint in the folder as it is named now; the state names it as it was."""
+        """Validate the weights that a mode starts with; or find the best checkpoint, wherever the folder is now."""
+        self._share = self.share_of_time()
+        if not state.global_step:
+            self._validate_start(state)
         if not state.best_global_step:
             return
         best = Path(args.output_dir, f"checkpoint-{state.best_global_step}")
@@ -653,6 +684,20 @@ class Watch(TrainerCallback):
                 Exit.UNAVAILABLE,
             )
         state.best_model_checkpoint = str(best)
+
+    def _validate_start(self, state: Any) -> None:
+        trainer, began = self._trainer, time.monotonic()
+        self._validation = trainer.measure.value()
+        took = time.monotonic() - began
+        trainer.log({f"eval_{trainer.measure.name}": self._validation})
+        if math.isfinite(self._validation):
+            # Only what is better than this counts as better.
+            state.best_metric = self._validation
+        if math.isfinite(trainer.phase.seconds):
+            # The first is one of them.
+            affordable = int(VALIDATING * trainer.phase.seconds / max(took, 1e-9)) - 1
+            self._validations = min(max(affordable, 1), MOST_VALIDATIONS)
+        self._share = self.share_before = self.share_of_time()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any, **kwargs: Any) -> None:
         """Store the loss for the progress line."""
@@ -664,6 +709,10 @@ class Watch(TrainerCallback):
         if hasattr(inner, "step_attention"):
             inner.step_attention(state.global_step)
         self._say(state)
+        if self._trainer.phase.evaluate_every is None:
+            before, self._share = self._share, max(state.global_step / state.max_steps, self.share_of_time())
+            if self._agreed(int(self._share * self._validations) > int(before * self._validations)):
+                control.should_evaluate = control.should_save = True
         late = self.share_of_time() >= 1.0
         if self._agreed(late or self.stopped):
             control.should_training_stop = control.should_save = True
@@ -743,6 +792,7 @@ class TrainingData:
         limit: Maximum number of tokens of an input; None for no limit.
         processor: Tokenizer or feature extractor.
         config: Config of the model.
+        used: Number of held-out examples that are used, since more would take too long; None for all.
     """
 
     task: Task
@@ -754,6 +804,15 @@ class TrainingData:
     limit: int | None
     processor: Any
     config: Any
+    used: int | None = None
+
+    @property
+    def validated(self) -> Split:
+        """The held-out examples that are used, from all parts of their list."""
+        examples = self.held_out.examples
+        count = min(self.used or len(examples), len(examples))
+        chosen = [examples[number * len(examples) // count] for number in range(count)]
+        return replace(self.held_out, examples=chosen)
 
     @property
     def sha256(self) -> str:
@@ -1012,8 +1071,6 @@ _COMPLETE = "complete.json"
 # Bytes of a file that is hashed.
 _SMALL = 1_000_000
 _NUMBERED = re.compile(r"checkpoint-[0-9]{1,15}").fullmatch
-# Share of the steps for warm-up.
-_WARM_UP = 0.06
 
 
 class Interrupted(KeyboardInterrupt):
@@ -1023,7 +1080,7 @@ class Interrupted(KeyboardInterrupt):
 def train(
     model: Any, phase: Phase, data: TrainingData, measure: Measure, folder: Path, *, resume: bool, progress: Progress
 ) -> Outcome:
-    """Train a model in place; it ends with the weights of the best step.
+    """Train a model in place; it ends with the weights of the best step, which may be those that it began with.
 
     Args:
         model: The model; the Trainer moves it to its device.
@@ -1039,6 +1096,8 @@ def train(
             checkpoint.
         Interrupted: after Ctrl-C or SIGTERM; a checkpoint of the last step is in the folder.
     """
+    # Also where a training is resumed: its checkpoint is read later.
+    start = changeable(model, phase.trained)
     trainer = _Trainer(model, phase, data, measure, folder, progress)
     last = last_complete(folder) if resume else None
     for stale in folder.glob("checkpoint-*") if trainer.args.should_save else ():
@@ -1055,7 +1114,16 @@ def train(
             _recomputing(model, "disable")()
     if trainer.watch.stopped:
         raise Interrupted
-    return trainer.outcome()
+    outcome = trainer.outcome()
+    if not outcome.best_step:
+        model.load_state_dict(start, strict=False)
+    return outcome
+
+
+def changeable(model: Any, trained: Sequence[str]) -> dict[str, Tensor]:
+    """Copies, in main memory, of the parameters that are trained and of the buffers, which mechanisms may redraw."""
+    fixed = {name for name, _ in model.named_parameters()} - set(trained)
+    return {name: x.detach().cpu().clone() for name, x in model.state_dict().items() if name not in fixed}
 
 
 @contextmanager
@@ -1175,7 +1243,8 @@ class _Trainer(Trainer):
             if parameter.requires_grad:
                 of_mechanism = ".mechanism." in name
                 rate = self.phase.mechanism_learning_rate if of_mechanism else self.phase.learning_rate
-                groups.setdefault((rate, 0.0 if of_mechanism or parameter.dim() < 2 else 0.01), []).append(parameter)
+                decay = 0.0 if of_mechanism or parameter.dim() < 2 else self.phase.weight_decay
+                groups.setdefault((rate, decay), []).append(parameter)
         self.optimizer = torch.optim.AdamW(
             [{"params": part, "lr": rate, "weight_decay": decay} for (rate, decay), part in groups.items()]
         )
@@ -1188,7 +1257,9 @@ class _Trainer(Trainer):
 
     def _rate(self, step: int) -> float:
         done = max(step / self.phase.steps, self.watch.share_of_time())
-        warm = min(1.0, (step + 1) / max(1.0, _WARM_UP * self.phase.steps))
+        # At the end of this step; the first validation is no part of a warm-up.
+        risen = max((step + 1) / self.phase.steps, self.watch.share_of_time() - self.watch.share_before)
+        warm = min(1.0, risen / self.phase.warm_up) if self.phase.warm_up else 1.0
         return warm * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -1222,7 +1293,9 @@ class _Trainer(Trainer):
             if figures:
                 step = int(entry["step"])
                 curve.setdefault(step, {"step": step}).update(figures)
-        best = self.state.best_global_step or self.state.global_step
+        # Earlier versions did not validate the start.
+        last = 0 if "validation" in curve.get(0, {}) else self.state.global_step
+        best = self.state.best_global_step or last
         parameters = sum(p.numel() for name, p in self.trained.named_parameters() if name in set(self.phase.trained))
         return Outcome(
             mode=self.phase.mode,
@@ -1254,8 +1327,8 @@ def _arguments(model: Any, phase: Phase, measure: Measure, folder: Path) -> Trai
         bf16=phase.bfloat16,
         logging_steps=max(1, phase.steps // 100),
         eval_strategy="steps",
-        eval_steps=phase.evaluate_every,
-        save_steps=phase.evaluate_every,
+        eval_steps=phase.evaluate_every or phase.steps,
+        save_steps=phase.evaluate_every or phase.steps,
         # The best and the last.
         save_total_limit=2,
         load_best_model_at_end=True,

@@ -501,7 +501,8 @@ class Study:
         start = self.checkpoint if source is None else str(source.product)
         where = self._where if source is None else {}
         # Trained weights are no longer the base's, so they cannot teach.
-        retrained = source is not None and source.noun == "training" and "distill" in (training.recover or [])
+        again = source is not None and source.noun == "training" and label != TRAINED
+        retrained = again and (training.recover is None or "distill" in training.recover)
         try:
             # A killed process may have written the folder, but not this stage.
             done = finetune_folder(

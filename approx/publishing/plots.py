@@ -180,6 +180,8 @@ def training_table(trained: Trained) -> dict[str, Any]:
         "examples": wording.count(trained.examples),
         "held_out": wording.count(trained.held_out),
         "approximated": None if trained.approximated is None else wording.percent(trained.approximated),
+        "fitted": trained.fitted,
+        "helped": trained.helped,
         "scores": [(name, wording.decimal(value, 4)) for name, value in scores if value is not None],
         "rows": [
             {

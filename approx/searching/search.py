@@ -351,6 +351,8 @@ def _train(model: Any, judge: Judge, seed: int, advance: Callable[[int], None]) 
             mechanism_learning_rate=_RATE,
             seconds=math.inf,
             evaluate_every=_STEPS // 4,
+            warm_up=0.06,
+            weight_decay=0.0,
             patience=None,
             penalty=0.0,
             recompute=False,

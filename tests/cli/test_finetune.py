@@ -42,7 +42,7 @@ def words_of(study: Path, *more: object) -> list[str]:
 def test_trains_and_reports_the_changes(study, tmp_path):
     answer = call(*words_of(study, "-o", tmp_path / "healed", "--json"))
     assert answer.code == 0, answer.err
-    assert [phase["mode"] for phase in answer.json["phases"]] == ["transfer", "task"]
+    assert [phase["mode"] for phase in answer.json["phases"]] == ["transfer", "distill"]
     answer = call(*words_of(study, "-o", tmp_path / "healed", "--recover", "task", "--force"))
     assert answer.code == 0, answer.err
     assert "accuracy on 8 held-out training examples" in answer.out
@@ -54,6 +54,17 @@ def test_trains_and_reports_the_changes(study, tmp_path):
         "evaluate", tmp_path / "healed", "--against", study / "base", "--task", "glue/sst2", "--data", study / "SST-2"
     )
     assert scored.code == 0, scored.err
+
+
+def test_a_mode_has_settings_of_its_own(study):
+    words = ["--learning-rate", "0.5", "--transfer", "learning_rate=0.03", "--transfer", "steps=7", "--no-bfloat16"]
+    answer = call(*words_of(study, "--dry-run", *words, "--distill", "learning_rate=0.25", "--distill", "hidden=0"))
+    assert answer.code == 0, answer.err
+    rows = {
+        row.split()[0]: row.split() for row in answer.out.splitlines() if row.split()[:1] in (["transfer"], ["distill"])
+    }
+    assert (rows["transfer"][1], rows["transfer"][3]) == ("7", "3.0e-02")
+    assert rows["distill"][3] == "2.5e-01"
 
 
 def test_a_dry_run_writes_nothing(study, tmp_path):
@@ -83,7 +94,10 @@ def test_a_dry_run_writes_nothing(study, tmp_path):
         (["--split", "dev"], 8, "scores are reported on"),
         (["--data", "nowhere"], 5, "nowhere"),
         (["--text", "a.txt"], 2, "both were given"),
-        (["--teacher", "base"], 2, "only with the mode 'distill'"),
+        (["--transfer", "learning_rate=0"], 2, "--transfer.learning_rate: a finite number above 0"),
+        (["--transfer", "hidden=1"], 2, "--transfer"),
+        (["--warm-up", "1"], 2, "--warm-up: a finite number below 1"),
+        (["--teacher", "base", "--recover", "task"], 2, "only with the mode 'distill'"),
         (["--resume"], 5, "nothing to resume"),
         (
             ["--penalty", "1", "--recover", "task", "--train", "none"],

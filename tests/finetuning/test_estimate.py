@@ -10,6 +10,7 @@ import torch
 
 from approx.finetuning import finetune as estimating
 from approx.finetuning.finetune import estimate, prepare_training
+from approx.finetuning.options import ModeOptions
 from tiny_classifier import tiny_tokenizer
 from tiny_training import model_of, options_of, write_sst2
 
@@ -20,6 +21,7 @@ def test_estimate_measures_time_and_memory_and_does_not_change_the_model(recover
         pytest.importorskip("peft")
     model = model_of()
     stage = options_of(write_sst2(tmp_path), recover=recover, steps=50, batch_size=8, accumulate=2, learning_rate=0.25)
+    stage = stage.model_copy(update={"transfer": ModeOptions(learning_rate=0.25)})
     prepared = prepare_training(model, tiny_tokenizer(), stage)
     state, free = copy.deepcopy(model.state_dict()), {name: one.requires_grad for name, one in model.named_parameters()}
     times = iter([10.0, 10.5] * 9)

@@ -6,14 +6,19 @@ import math
 import re
 import signal
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from approx.conversion import surgery
 from approx.errors import ApproxError, Exit
+from approx.finetuning import finetune as finetuning
+from approx.finetuning import trainer
 from approx.finetuning.finetune import BudgetMetError, finetune
 from approx.finetuning.options import FinetuneStage
 from approx.finetuning.trainer import Interrupted, Measure, Outcome
@@ -39,7 +44,8 @@ def test_learns_a_task_and_reports_the_training(sst2, tmp_path):
     losses = [point["loss"] for point in task.curve if "loss" in point]
     assert losses[-1] < 0.5 * losses[0]
     validated = [point["step"] for point in task.curve if "validation" in point]
-    assert validated == list(range(5, 45, 5))
+    # The start, and every five steps.
+    assert validated == list(range(0, 45, 5))
     assert all(point["learning_rate"] >= 0 for point in task.curve if "learning_rate" in point)
     assert transfer.parameters == sum(p.numel() for name, p in model.named_parameters() if ".mechanism." in name)
     assert task.parameters == sum(p.numel() for p in model.parameters())
@@ -67,7 +73,8 @@ def test_learns_a_task_and_reports_the_training(sst2, tmp_path):
 def test_the_weights_of_the_best_step_are_kept(sst2, tmp_path, monkeypatch):
     from approx.finetuning import finetune
 
-    values = iter([0.5, 0.9, 0.6, 0.6, 0.9])
+    # Before training, and before the first step.
+    values = iter([0.5, 0.5, 0.9, 0.6, 0.6])
     monkeypatch.setattr(finetune, "predict", lambda *args, **more: [])
     original = finetune._measure
 
@@ -124,7 +131,7 @@ def test_a_time_budget_ends_training_and_its_learning_rate_falls_until_then(sst2
 
 def test_without_progress_it_ends_early(sst2, tmp_path):
     done = trained(model_of(), tmp_path / "work", options_of(sst2, steps=200, learning_rate=1e-12, patience=2))
-    assert (done.phases[0].ended, done.phases[0].steps) == ("patience", 15)
+    assert (done.phases[0].ended, done.phases[0].steps) == ("patience", 10)
 
 
 def test_a_budget_that_is_met_ends_training_or_refuses_it(sst2, tmp_path):
@@ -206,8 +213,9 @@ def test_inputs_that_stay_exact_are_counted(sst2, tmp_path, reach, share, note):
     model = model_of("local", left=reach, right=reach)
     done = trained(model, tmp_path / "work", options_of(sst2, steps=1))
     assert done.approximated == share
-    assert len(done.notes) == bool(note)
-    assert re.search(note, " ".join(done.notes))
+    about_lengths = [each for each in done.notes if "approximate on" in each]
+    assert len(about_lengths) == bool(note)
+    assert re.search(note, " ".join(about_lengths))
 
 
 def test_the_shortest_input_that_is_approximated_is_named(sst2, tmp_path):
@@ -218,7 +226,7 @@ def test_the_shortest_input_that_is_approximated_is_named(sst2, tmp_path):
     (Path(sst2) / "train.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
     done = trained(model_of("local", left=6, right=6), tmp_path / "work", options_of(sst2, steps=1))
     assert done.approximated == pytest.approx(2 / 3, abs=0.05)
-    (note,) = done.notes
+    note, *_ = done.notes
     assert "--min-length 8 leaves those out." in note
     longer = options_of(sst2, steps=1, min_length=8)
     assert trained(model_of("local", left=6, right=6), tmp_path / "longer", longer).approximated == 1.0
@@ -252,11 +260,16 @@ def test_fsdp_is_refused_for_a_model_in_memory(count, sst2, tmp_path, monkeypatc
 
 def test_random_features_are_drawn_again_while_it_trains(sst2, tmp_path):
     model = model_of("performer", features=8, redraw_every=2)
-    before = [x.clone() for name, x in model.state_dict().items() if name.endswith("projection")]
-    trained(model, tmp_path / "work", options_of(sst2, steps=4, evaluate_every=4))
-    after = [x for name, x in model.state_dict().items() if name.endswith("projection")]
-    assert before
-    assert all(not torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    seen: dict[str, set[float]] = {name: set() for name in model.state_dict() if name.endswith("projection")}
+
+    def note(what: str, n: int, total: int) -> None:
+        for name, sums in seen.items() if " | " in what else ():
+            sums.add(float(model.state_dict()[name].sum()))
+
+    trained(model, tmp_path / "work", options_of(sst2, steps=4, evaluate_every=4), progress=note)
+    assert seen
+    # Before step 2, from there on, and from step 4 on.
+    assert all(len(sums) == 3 for sums in seen.values())
 
 
 @pytest.mark.slow
@@ -308,10 +321,13 @@ def test_text_continues_pre_training(architecture, tmp_path):
     tokenizer.add_special_tokens({"mask_token": "[MASK]"})
     settings = {"left": 4, "right": 4} if "Bert" in architecture else {"left": 4}
     surgery.convert(model, Plan.of("local", **settings))  # type: ignore[arg-type]  # settings are keywords of any kind
-    options = FinetuneStage(text=[str(file)], length=16, steps=20, batch_size=8, learning_rate=5e-3, evaluate_every=20)
+    mode = "mlm" if "Bert" in architecture else "clm"
+    options = FinetuneStage(
+        recover=[mode], text=[str(file)], length=16, steps=20, batch_size=8, learning_rate=5e-3, evaluate_every=20
+    )
     done = finetune(model, tokenizer, options, folder=tmp_path / "work")
     assert set(done.options) >= {"text", "length"}
-    assert done.recover == ["mlm" if "Bert" in architecture else "clm"]
+    assert done.recover == [mode]
     assert done.before is not None
     assert done.after is not None
     assert done.after < 0.8 * done.before
@@ -329,7 +345,8 @@ def test_a_model_without_a_score_ends_in_evaluation_mode_and_names_its_loss(tmp_
 def test_an_order_of_labels_that_scores_far_better_is_still_noted_after_a_resumption(sst2, tmp_path):
     (Path(sst2) / "train.tsv").write_text("\n".join(["sentence\tlabel", *ROWS * 4]) + "\n", encoding="utf-8")
     base = model_of()
-    assert trained(base, tmp_path / "base", options_of(sst2, steps=40)).after > 0.9
+    learnt = trained(base, tmp_path / "base", options_of(sst2, steps=40))
+    assert learnt.after > 0.9
     with torch.no_grad():
         for parameter in base.classifier.parameters():
             parameter.copy_(parameter.flip(0))
@@ -338,7 +355,7 @@ def test_an_order_of_labels_that_scores_far_better_is_still_noted_after_a_resump
         if " | " in what:
             signal.raise_signal(signal.SIGINT)
 
-    options = options_of(sst2, steps=2, learning_rate=1e-9)
+    options = options_of(sst2, steps=4, learning_rate=1e-9, batch_size=72)
     with pytest.raises(Interrupted):
         trained(copy.deepcopy(base), tmp_path / "work", options, progress=stop)
     done = trained(base, tmp_path / "work", options, resume=True)
@@ -373,7 +390,7 @@ def test_time_that_a_mode_does_not_need_is_that_of_the_next(sst2, tmp_path, monk
     monkeypatch.setattr("approx.finetuning.finetune.train", train)
     options = options_of(sst2, recover=["transfer", "distill", "task"], time_budget="70s")
     trained(model_of(), tmp_path / "work", options)
-    assert limits == pytest.approx([10.0, 36.0, 30.0])
+    assert limits == pytest.approx([14.0, 24.0, 42.0])
 
 
 @pytest.mark.parametrize(
@@ -408,6 +425,132 @@ def test_a_budget_is_a_loss_against_exact_attention_on_the_worse_side(
         assert (healing.exact, healing.before, healing.after, healing.phases) == (exact, before, before, [])
         assert (healing.measure, healing.examples, healing.held_out, healing.steps) == (name, 72, 8, 0)
         assert f"{before:.4f} on 8 held-out examples, {exact:.4f} with exact attention" in str(caught.value)
+
+
+def test_training_that_does_not_help_keeps_the_weights_it_began_with(sst2, tmp_path):
+    model = model_of()
+    before = copy.deepcopy(model.state_dict())
+    done = trained(model, tmp_path / "work", options_of(sst2, steps=4, learning_rate=1e-9, evaluate_every=2))
+    assert ([phase.best_step for phase in done.phases], done.helped) == ([0], False)
+    assert done.phases[0].curve[0] == {"step": 0, "validation": done.before}
+    assert "Training did not help: no step was better" in done.notes[-1]
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    helped = trained(model_of(), tmp_path / "other", options_of(sst2, steps=40))
+    assert helped.helped
+    assert not any("did not help" in note for note in helped.notes)
+
+
+def test_weights_that_score_worse_than_those_before_training_are_not_kept(sst2, tmp_path, monkeypatch):
+    model = model_of()
+    before = copy.deepcopy(model.state_dict())
+    # Of the model as converted, with exact attention, and after training: transfer goes by its own loss.
+    values = iter([0.8, 0.9, 0.7])
+    monkeypatch.setattr("approx.finetuning.finetune._measure", lambda *words: Measure("f1", False, values.__next__))
+    done = trained(model, tmp_path / "work", options_of(sst2, recover=["transfer"], steps=4))
+    assert done.phases[0].best_step > 0
+    assert (done.before, done.after, done.helped) == (0.8, 0.8, False)
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("scores", "kept"), [([0.5, 0.9, 0.6, 0.7], True), ([0.5, 0.9, 0.5, 0.7], True), ([0.5, 0.9, 0.4, 0.7], False)]
+)
+def test_mechanisms_are_fitted_to_training_inputs_unless_they_score_worse(scores, kept, sst2, tmp_path, monkeypatch):
+    model = model_of("performer", features=8)
+    converted_, seen = copy.deepcopy(model.state_dict()), []
+    values = iter(scores)
+    monkeypatch.setattr("approx.finetuning.finetune._measure", lambda *words: Measure("f1", False, values.__next__))
+    original = finetuning.calibrate
+
+    def noted(fitted: Any, inputs: Any) -> None:
+        seen.append(inputs)
+        original(fitted, inputs)
+
+    monkeypatch.setattr(finetuning, "calibrate", noted)
+
+    def stop(what: str, n: int, total: int) -> None:
+        if " | " in what:
+            signal.raise_signal(signal.SIGINT)
+
+    options = options_of(sst2, recover=["distill"], steps=2, learning_rate=1e-9, mechanism_learning_rate=1e-9)
+    with pytest.raises(Interrupted):
+        trained(model, tmp_path / "work", options, progress=stop)
+    (inputs,) = seen
+    assert set(inputs) == {"input_ids", "token_type_ids", "attention_mask"}
+    assert len(inputs["input_ids"]) == 16
+    start = load_file(tmp_path / "work" / "start.safetensors")
+    changed = {name for name, x in converted_.items() if not torch.equal(x, start[name])}
+    assert bool(changed) is kept
+    assert all(".mechanism." in name for name in changed)
+    # It is not fitted again when it goes on, and ends as it was fitted where no step is better.
+    monkeypatch.setattr("approx.finetuning.finetune._measure", lambda *words: Measure("f1", False, lambda: 0.1))
+    done = trained(again := model_of("performer", features=8), tmp_path / "work", options, resume=True)
+    assert len(seen) == 1
+    assert all(torch.equal(x, start[name]) for name, x in again.state_dict().items())
+    assert done.fitted == ("16 training inputs" if kept else None)
+    text = (
+        "fitted to 16 training inputs before the first step, with f1" if kept else "they scored worse before the first"
+    )
+    assert any(text in note for note in done.notes)
+
+
+def test_mechanisms_that_cannot_be_fitted_to_training_inputs_stay_as_they_were_converted(sst2, tmp_path, monkeypatch):
+    def fail(model: Any, inputs: Any) -> None:
+        model.bert.encoder.layer[0].attention.self.mechanism.projection.zero_()
+        raise ApproxError("The calibration batch did not reach 1 layers.")
+
+    monkeypatch.setattr(finetuning, "calibrate", fail)
+    done = trained(model := model_of("performer", features=8), tmp_path / "work", options_of(sst2, steps=1))
+    assert done.fitted is None
+    assert "They cannot be fitted to 16 training inputs: The calibration batch did not reach" in done.notes[0]
+    assert model.bert.encoder.layer[0].attention.self.mechanism.projection.abs().max() > 0
+
+
+def test_a_converted_model_learns_from_its_exact_self_unless_told_otherwise(sst2, tmp_path):
+    quick = {"recover": None, "steps": 1, "batch_size": 4, "evaluate_every": 1}
+    for mechanism, recover in (("linear", ["transfer", "distill"]), ("local", ["distill"]), (None, ["task"])):
+        done = trained(model_of(mechanism), tmp_path / str(mechanism), options_of(sst2, **quick))
+        assert done.recover == recover
+
+
+def test_validation_takes_a_tenth_of_a_time_budget_at_most(sst2, tmp_path, monkeypatch):
+    (Path(sst2) / "train.tsv").write_text("\n".join(["sentence\tlabel", *ROWS * 4]) + "\n", encoding="utf-8")
+    clock, used = [0.0], []
+
+    class Slow:
+        def __init__(self, count: int) -> None:
+            self.count = count
+
+        def __call__(self) -> float:
+            used.append(self.count)
+            clock[0] += 0.25 * self.count
+            return 1.0 - len(used) / 1000
+
+    monkeypatch.setattr(
+        "approx.finetuning.finetune._measure",
+        lambda model, read: Measure("f1", True, Slow(len(read.validated.examples))),
+    )
+    times = SimpleNamespace(**vars(time) | {"perf_counter": lambda: clock[0], "monotonic": lambda: clock[0]})
+    for module in (finetuning, trainer):
+        monkeypatch.setattr(module, "time", times)
+
+    def progress(what: str, n: int, total: int) -> None:
+        clock[0] += 1.0 if " | " in what else 0.0
+
+    options = options_of(sst2, steps=1000, evaluate_every=None, time_budget="160s", validation=1000)
+    done = trained(model_of(), tmp_path / "work", options, progress=progress)
+    # Two validations of 32 examples in 16 of 160 seconds.
+    assert used[-1] == done.held_out == 32
+    assert "Only 32 of the" not in " ".join(done.notes)
+    (phase,) = done.phases
+    assert phase.ended == "time"
+    assert len([point for point in phase.curve if "validation" in point]) == 2
+    used.clear()
+    clock[0] = 0.0
+    options = options_of(sst2, steps=1000, evaluate_every=None, time_budget="100s", validation=1000)
+    done = trained(model_of(), tmp_path / "less", options, progress=progress)
+    assert used[-1] == done.held_out == 20
+    assert "Only 20 of the 32 held-out examples are validated on" in " ".join(done.notes)
 
 
 def test_a_budget_needs_a_converted_model_with_a_score(sst2, tmp_path):

@@ -164,7 +164,7 @@ def test_interrupted_training_is_stored_next_to_the_output_and_resumed(study, tm
 
 
 def test_a_training_killed_after_its_last_step_is_resumed_to_what_it_wrote(study, tmp_path, monkeypatch):
-    options = options_of(study, recover=["task"])
+    options = options_of(study, recover=["transfer"])
 
     class Killed(BaseException):
         pass
@@ -195,7 +195,7 @@ def test_a_training_killed_after_its_last_step_is_resumed_to_what_it_wrote(study
     monkeypatch.undo()
     # Killed once more, it would find the outcome or nothing to go on from.
     assert removed[-4:-1] == ["training.json", "outcome.json", CLAIM]
-    assert [phase.mode for phase in done.phases] == ["task"]
+    assert [phase.mode for phase in done.phases] == ["transfer"]
     assert all(check.passed is not False for check in done.checks)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["healed"]
     assert (tmp_path / "healed" / "model.safetensors").read_bytes() == before
@@ -414,6 +414,6 @@ def test_a_loaded_model_is_trained_in_place_without_any_folder(study):
     model = AutoModelForSequenceClassification.from_pretrained(study / "converted")
     options = options_of(study).model_dump(exclude_defaults=True)
     done = approx.finetune(model, processor=tiny_tokenizer(), **options)
-    assert done.recover == ["transfer", "task"]
+    assert done.recover == ["transfer", "distill"]
     with pytest.raises(ApproxError, match="tokenizer or processor"):
         approx.finetune(model, **options)

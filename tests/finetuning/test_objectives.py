@@ -304,7 +304,7 @@ def test_targets_are_read_only_where_labels_count():
 def test_each_part_is_a_mean_over_layers_by_its_weight(part):
     model = converted("BertForSequenceClassification", "local", left=1, right=1)
     teacher, inputs = teacher_of(model), inputs_of(model)
-    others = {"logits": 0.0, "hidden": 0.0, "attention": 0.0}
+    others: dict[str, Any] = {"logits": 0.0, "hidden": 0.0, "attention": 0.0}
     once, thrice = (
         float(Distill(teacher, Distillation(**{**others, part: weight})).loss(model, model, inputs))
         for weight in (1.0, 3.0)

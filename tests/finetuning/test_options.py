@@ -60,6 +60,7 @@ def test_defaults_are_as_documented():
         "settings": {},
         "accumulate": 1,
         "train": "all",
+        "transfer": {},
         "projections": False,
         "joint": False,
         "match": "outputs",
@@ -67,7 +68,6 @@ def test_defaults_are_as_documented():
         "lora": {"rank": 8, "alpha": 16.0, "dropout": 0.0},
         "validation": 500,
         "recompute": False,
-        "bfloat16": False,
         "seed": 0,
     }
 
@@ -88,6 +88,12 @@ def test_defaults_are_as_documented():
         {"budget": "loss<1"},
         {"train": "some"},
         {"distill": {"temperature": 0}},
+        {"distill": {"steps": 0}},
+        {"transfer": {"learning_rate": 0}},
+        {"transfer": {"mechanism_learning_rate": 1}},
+        {"transfer": {"warm_up": 1}},
+        {"warm_up": -0.1},
+        {"weight_decay": -1},
         {"distill": {"logits": -1}},
         {"distill": {"labels": -1}},
         {"lora": {"rank": 0}},

@@ -155,9 +155,10 @@ def test_default_modes_fit_mechanisms_first_where_possible():
     exact, local, learned = (tiny("BertForSequenceClassification") for _ in range(3))
     surgery.convert(local, Plan.of("local"))
     surgery.convert(learned, Plan.of("linear", feature_map="hedgehog"))
-    assert default_modes(exact, text=False, causal=False) == ["task"]
-    assert default_modes(local, text=True, causal=False) == ["mlm"]
-    assert default_modes(learned, text=True, causal=True) == ["transfer", "clm"]
+    for text, causal, last in ((False, False, "task"), (True, False, "mlm"), (True, True, "clm")):
+        assert default_modes(exact, text=text, causal=causal, taught=False) == [last]
+        assert default_modes(local, text=text, causal=causal, taught=False) == ["distill"]
+        assert default_modes(learned, text=text, causal=causal, taught=False) == ["transfer", "distill"]
 
 
 def test_adapters_are_drawn_from_the_seed_alone_and_scaled_as_asked():

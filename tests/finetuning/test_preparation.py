@@ -33,13 +33,20 @@ def prepared(data, model=None, **options):
     ("recover", "options", "expected"),
     [
         # batch, rate, rate of mechanisms, steps, validations every
-        ("transfer", {}, (16, 1e-4, 1e-2, 200, 20)),
-        ("distill", {}, (32, 1e-4, 1e-3, 200, 20)),
+        ("transfer", {}, (8, 2e-4, 2e-2, 400, 40)),
+        ("distill", {}, (16, 1e-4, 1e-3, 200, 20)),
         ("task", {}, (32, 5e-5, 5e-4, 200, 20)),
-        ("transfer", {"learning_rate": 0.5}, (16, 0.005, 0.5, 200, 20)),
-        # --learning-rate applies to every parameter.
-        ("task", {"learning_rate": 0.5}, (32, 0.5, 0.5, 200, 20)),
-        ("task", {"batch_size": 8, "epochs": 2}, (8, 5e-5, 5e-4, 18, 2)),
+        # --learning-rate is that of the base's weights.
+        ("transfer", {"learning_rate": 0.5}, (8, 2e-4, 2e-2, 400, 40)),
+        ("transfer", {"mechanism_learning_rate": 0.5}, (8, 2e-4, 2e-2, 400, 40)),
+        ("task", {"learning_rate": 0.5}, (32, 0.5, 5e-4, 200, 20)),
+        ("task", {"mechanism_learning_rate": 0.5}, (32, 5e-5, 0.5, 200, 20)),
+        # What is set for a mode comes before what is set for all.
+        ("transfer", {"steps": 50, "transfer": {"learning_rate": 0.5, "steps": 30}}, (8, 5e-3, 0.5, 30, 4)),
+        ("distill", {"batch_size": 4, "distill": {"batch_size": 8, "learning_rate": 0.5}}, (8, 0.5, 1e-3, 200, 20)),
+        ("distill", {"distill": {"mechanism_learning_rate": 0.5}, "transfer": {"steps": 3}}, (16, 1e-4, 0.5, 200, 20)),
+        # Validations of eight inputs take a tenth of the time of steps at most, three times as long for an input.
+        ("task", {"batch_size": 8, "epochs": 2}, (8, 5e-5, 5e-4, 18, 5)),
         ("task", {"batch_size": 8, "epochs": 0.01}, (8, 5e-5, 5e-4, 1, 1)),
         ("task", {"steps": 25}, (32, 5e-5, 5e-4, 25, 3)),
         ("task", {"steps": 25, "epochs": 9, "evaluate_every": 7}, (32, 5e-5, 5e-4, 25, 7)),
@@ -108,8 +115,89 @@ def test_a_large_file_has_a_most_of_steps(data, tmp_path):
     assert phase.steps == 2000
 
 
+@pytest.mark.parametrize(
+    ("steps", "batch", "used", "every"),
+    # 100 held out at most: of three tenths of the inputs that are trained on, two validations.
+    [(1000, 8, 100, 100), (100, 8, 100, 100), (50, 8, 60, 50), (1, 8, 16, 1)],
+)
+def test_fewer_examples_are_validated_on_where_few_are_trained_on(steps, batch, used, every, tmp_path):
+    from pathlib import Path
+
+    folder = write_sst2(tmp_path)
+    head, *rows = (Path(folder) / "train.tsv").read_text().splitlines()
+    (Path(folder) / "train.tsv").write_text("\n".join([head, *rows * 20]) + "\n")
+    made = prepared(folder, recover=["task"], steps=steps, batch_size=batch, validation=100)
+    assert (len(made.data.validated.examples), made.phases[0].evaluate_every) == (used, every)
+    whole = [example.id for example in made.data.held_out.examples]
+    chosen = [whole.index(example.id) for example in made.data.validated.examples]
+    # From all parts of the list.
+    assert chosen == sorted(set(chosen))
+    assert max(chosen) >= len(whole) - len(whole) // used - 1
+    assert bool(made.notes) is (used < 100)
+
+
+@pytest.mark.parametrize(
+    ("instructions", "asked", "expected"),
+    [
+        ("AVX512 and AMX", None, [True, True, False]),
+        ("AVX512 and BF16", None, [True, True, False]),
+        ("AVX512", None, [False, False, False]),
+        ("AVX512 and AMX", False, [False, False, False]),
+        ("AVX2", True, [True, True, True]),
+    ],
+)
+def test_bfloat16_is_chosen_where_the_processor_has_it_and_activations_are_compared(
+    instructions, asked, expected, data, monkeypatch
+):
+    monkeypatch.setattr("approx.finetuning.finetune.findings.instructions", lambda: instructions)
+    modes = ["transfer", "distill", "task"]
+    assert [phase.bfloat16 for phase in prepared(data, recover=modes, bfloat16=asked).phases] == expected
+    if asked is None:
+        half = model_of().half()
+        assert not any(phase.bfloat16 for phase in prepared(data, half, recover=modes).phases)
+
+
+def test_distillation_after_transfer_is_short_and_gentle(data):
+    transfer, distill = prepared(data, recover=["transfer", "distill"]).phases
+    assert (distill.steps, distill.learning_rate, distill.mechanism_learning_rate) == (100, 2e-5, pytest.approx(2e-4))
+    assert (transfer.warm_up, transfer.weight_decay) == (0.06, 0.01)
+    # With a time budget, it takes what time there is.
+    assert prepared(data, recover=["transfer", "distill"], time_budget="9h").phases[1].steps == 200
+    own = prepared(data, distill={"steps": 7, "warm_up": 0.5, "weight_decay": 0.0}).phases[1]
+    assert (own.steps, own.warm_up, own.weight_decay) == (7, 0.5, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("recover", "options", "modes"),
+    [
+        (["transfer"], {}, ["transfer", "distill"]),
+        (["transfer"], {"projections": True}, ["transfer", "task"]),
+        (["transfer", "task"], {}, ["transfer", "task"]),
+    ],
+)
+def test_weights_that_were_trained_are_no_teacher_by_default(recover, options, modes, data):
+    model = model_of()
+    done = {
+        "action": "finetune",
+        "approx": "0",
+        "base": {"name": "b", "revision": None, "weights_sha256": "w"},
+        "recover": recover,
+        "options": options,
+    }
+    figures = dict.fromkeys(("examples", "held_out", "steps", "seed"), 1) | {"seconds": 1.0, "task": None}
+    figures |= {"data_sha256": "d", "measure": "loss", "exact": None, "before": None, "after": None}
+    model.config.approx["history"] = [done | figures]
+    assert [phase.mode for phase in prepared(data, model).phases] == modes
+    stage = FinetuneStage(task="glue/sst2", data=data)
+    taught = prepare_training(model, tiny_tokenizer(), stage, model_of(None))
+    assert [phase.mode for phase in taught.phases] == ["transfer", "distill"]
+    with pytest.raises(ApproxError, match="--teacher has an effect only with the mode 'distill'"):
+        prepare_training(model, tiny_tokenizer(), stage.model_copy(update={"recover": ["task"]}), model_of(None))
+
+
 def test_options_reach_every_mode(data):
     options = {"accumulate": 2, "patience": 3, "penalty": 0.25, "recompute": True, "bfloat16": True, "seed": 5}
+    options |= {"warm_up": 0.25, "weight_decay": 0.5}
     for phase in prepared(data, recover=["transfer", "task"], **options).phases:
         assert {name: getattr(phase, name) for name in options} == options
         assert (phase.seconds, phase.report_to) == (math.inf, None)
@@ -125,7 +213,7 @@ def test_options_reach_every_mode(data):
 
 def test_time_is_shared_among_modes_by_their_weight(data):
     phases = prepared(data, recover=["transfer", "distill", "task"], time_budget="70s").phases
-    assert [phase.seconds for phase in phases] == pytest.approx([10, 30, 30])
+    assert [phase.seconds for phase in phases] == pytest.approx([14, 14, 42])
     # Adapters are not a mode.
     pytest.importorskip("peft")
     adapted = prepared(data, recover=["transfer", "lora", "task"], time_budget="80s").phases
@@ -161,7 +249,7 @@ def test_after_lora_a_mode_trains_adapters_at_a_higher_rate_and_the_head_of_the_
     (distilled,) = prepared(data, model, recover=["lora", "distill"]).phases
     assert distilled.trained == mechanism_parameters(model)
     (phase,) = prepared(data, model, recover=["lora", "task"], learning_rate=0.5).phases
-    assert (phase.learning_rate, phase.mechanism_learning_rate) == (0.5, 0.5)
+    assert (phase.learning_rate, phase.mechanism_learning_rate) == (0.5, pytest.approx(5e-3))
     whole = with_adapters(model, second, made, FinetuneStage(recover=["lora", "task"]))
     assert set(whole.trained) > set(second.trained)
     assert all(".lora_" in name for name in set(whole.trained) - set(second.trained))

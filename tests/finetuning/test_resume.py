@@ -55,13 +55,13 @@ def test_interrupted_after_any_step_and_resumed_the_weights_are_the_same_to_the_
 
 
 def test_a_training_whose_folder_was_moved_ends_with_its_best_weights(sst2, tmp_path):
-    options = options_of(sst2, steps=12, evaluate_every=2, patience=100)
+    options = options_of(sst2, steps=30, patience=100)
     whole = trained(model := model_of(), tmp_path / "whole", options)
     (best,) = (phase.best_step for phase in whole.phases)
-    assert 0 < best < 8
+    assert 0 < best < 20
 
     def stop(what: str, n: int, total: int) -> None:
-        if " | " in what and n == 9:
+        if " | " in what and n == 22:
             signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(Interrupted):
@@ -74,10 +74,10 @@ def test_a_training_whose_folder_was_moved_ends_with_its_best_weights(sst2, tmp_
 
 
 def test_a_training_whose_best_weights_are_gone_does_not_end_with_others(sst2, tmp_path):
-    options = options_of(sst2, steps=12, evaluate_every=2)
+    options = options_of(sst2, steps=30)
 
     def stop(what: str, n: int, total: int) -> None:
-        if " | " in what and n == 9:
+        if " | " in what and n == 22:
             signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(Interrupted):
@@ -87,6 +87,25 @@ def test_a_training_whose_best_weights_are_gone_does_not_end_with_others(sst2, t
     with pytest.raises(ApproxError, match=f"{earlier.name}, which has the best weights so far, is missing") as caught:
         trained(model_of(), tmp_path / "work", options, resume=True)
     assert caught.value.exit_code == Exit.UNAVAILABLE
+
+
+def test_a_training_of_an_earlier_version_is_refused_by_name(sst2, tmp_path):
+    options = options_of(sst2, steps=6)
+
+    def stop(what: str, n: int, total: int) -> None:
+        if " | " in what:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(Interrupted):
+        trained(model_of(), tmp_path / "work", options, progress=stop)
+    file = tmp_path / "work" / "training.json"
+    state = json.loads(file.read_text())
+    for name in ("transfer", "mechanism_learning_rate", "warm_up", "weight_decay"):
+        del state["about"]["options"][name]
+    file.write_text(json.dumps(state | {"validated": None}))
+    with pytest.raises(ApproxError, match="training of an earlier version of approx, with other defaults") as caught:
+        trained(model_of(), tmp_path / "work", options, resume=True)
+    assert caught.value.exit_code == Exit.REFUSED
 
 
 def test_a_training_that_was_stopped_while_it_scored_goes_on(sst2, tmp_path):

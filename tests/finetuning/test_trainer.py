@@ -81,7 +81,7 @@ def test_dropout_goes_by_the_seed_and_not_by_what_was_drawn_before(sst2, tmp_pat
             model,
             replace(prepared.phases[0], seed=seed),
             data,
-            Measure("loss", True, lambda: 0.0),
+            Measure("loss", True, iter([2.0, 1.0]).__next__),
             tmp_path / str(number),
             resume=False,
             progress=lambda *words: None,
@@ -146,10 +146,15 @@ def test_the_rate_rises_for_six_per_cent_of_the_steps_and_falls_to_nothing(train
     assert rates[100] == pytest.approx(0.0)
     # Where time runs out sooner, it falls with the time.
     timed = trainer(steps=1000, seconds=10.0)
+    # Its warm-up is a share of what really runs, from the end of the first validation.
+    timed.watch.share_before = 0.1
+    monkeypatch.setattr(timed.watch, "seconds", lambda: 1.3)
+    assert timed._rate(2) == pytest.approx(0.5 * 0.5 * (1 + math.cos(math.pi * 0.13)))
     monkeypatch.setattr(timed.watch, "seconds", lambda: 5.0)
     assert timed._rate(100) == pytest.approx(0.5)
     monkeypatch.setattr(timed.watch, "seconds", lambda: 20.0)
     assert timed._rate(100) == pytest.approx(0.0)
+    assert trainer(steps=100, warm_up=0.0)._rate(0) == 1.0
     # A training of one step begins at its full rate.
     assert trainer(steps=1)._rate(0) == pytest.approx(1.0)
 
@@ -192,11 +197,12 @@ def test_a_training_is_one_by_hand_in_float64(accumulate, sst2, tmp_path):
         model,
         phase,
         prepared.data,
-        Measure("loss", True, lambda: 0.0),
+        Measure("loss", True, iter([2.0, 1.0]).__next__),
         tmp_path / "work",
         resume=False,
         progress=lambda *words: None,
     )
+    assert outcome.curve.pop(0) == {"step": 0, "validation": 2.0}
     assert (outcome.steps, outcome.best_step, outcome.tokens) == (10, 10, 10 * 8 * 6)
     assert outcome.seconds == round(outcome.seconds, 1)
     assert [point["step"] for point in outcome.curve] == list(range(1, 11))
@@ -209,12 +215,16 @@ def test_a_training_is_one_by_hand_in_float64(accumulate, sst2, tmp_path):
 @pytest.mark.parametrize(
     ("lower", "values", "patience", "best", "steps", "ended"),
     [
-        (True, [0.5, 0.3, 0.4, 0.6], None, 2, 4, "steps"),
-        (False, [0.5, 0.3, 0.6, 0.4], None, 3, 4, "steps"),
-        (False, [0.5, 0.5, 0.5, 0.5], None, 1, 4, "steps"),
-        (True, [0.5, 0.3, 0.4, 0.35], 2, 2, 4, "steps"),
-        (True, [0.5, 0.6, 0.7, 0.1], 2, 1, 3, "patience"),
-        (False, [0.5, 0.4, 0.6, 0.9], 1, 1, 2, "patience"),
+        (True, [0.9, 0.5, 0.3, 0.4, 0.6], None, 2, 4, "steps"),
+        (False, [0.4, 0.5, 0.3, 0.6, 0.4], None, 3, 4, "steps"),
+        (False, [0.4, 0.5, 0.5, 0.5, 0.5], None, 1, 4, "steps"),
+        (True, [0.9, 0.5, 0.3, 0.4, 0.35], 2, 2, 4, "steps"),
+        (True, [0.9, 0.5, 0.6, 0.7, 0.1], 2, 1, 3, "patience"),
+        (False, [0.4, 0.5, 0.4, 0.6, 0.9], 1, 1, 2, "patience"),
+        # The start is as good as what follows, or better.
+        (False, [0.5, 0.5, 0.4, 0.5, 0.3], None, 0, 4, "steps"),
+        (True, [0.1, 0.5, 0.4, 0.3, 0.2], None, 0, 4, "steps"),
+        (False, [0.9, 0.4, 0.6, 0.1, 0.1], 2, 0, 2, "patience"),
     ],
 )
 def test_the_best_step_is_that_of_the_best_value_on_its_side(
@@ -238,12 +248,12 @@ def test_the_best_step_is_that_of_the_best_value_on_its_side(
         progress=lambda *words: None,
     )
     assert (outcome.best_step, outcome.steps, outcome.ended) == (best, steps, ended)
-    assert torch.equal(model.classifier.weight, weights[best - 1])
+    assert torch.equal(model.classifier.weight, weights[best])
     # Kept are the best and the last.
     left = {path.name for path in (tmp_path / "work").iterdir()}
-    assert left == {f"checkpoint-{best}", f"checkpoint-{steps}"} or len(left) == 2 > len({best, steps})
+    assert left == {f"checkpoint-{best}", f"checkpoint-{steps}"} or len(left) == 2 > len({best, steps} - {0})
     curve = {point["step"]: point["validation"] for point in outcome.curve if "validation" in point}
-    assert curve == dict(enumerate(values[:steps], 1))
+    assert curve == dict(enumerate(values[: steps + 1]))
 
 
 def test_a_first_signal_waits_for_the_step_and_a_second_does_not(trainer):

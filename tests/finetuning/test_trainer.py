@@ -26,6 +26,8 @@ from approx.finetuning.trainer import (
     signals,
     train,
 )
+from approx.mechanisms import MECHANISMS
+from forms import SMALL
 from tiny_classifier import tiny_tokenizer
 from tiny_training import model_of, options_of, trained, write_sst2
 
@@ -52,6 +54,26 @@ def test_layers_run_in_bfloat16_and_the_model_keeps_its_dtype(bfloat16, sst2, tm
     assert kinds == {torch.bfloat16 if bfloat16 else torch.float32}
     # A mark that accelerate leaves.
     assert set(vars(model)) - before == {"_is_accelerate_prepared"}
+
+
+BIDIRECTIONAL = [name for name in sorted(MECHANISMS) if MECHANISMS[name].supports_bidirectional]
+
+
+@pytest.mark.parametrize(
+    "mechanism",
+    [pytest.param(one, marks=() if one in ("clustered", "performer") else pytest.mark.slow) for one in BIDIRECTIONAL],
+)
+def test_the_first_loss_in_bfloat16_is_nearly_that_in_float32(mechanism, sst2, tmp_path):
+    losses = []
+    for bfloat16 in (False, True):
+        model = model_of(mechanism, **SMALL.get(mechanism, {}))
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        options = options_of(sst2, recover=["distill"], steps=1, bfloat16=bfloat16)
+        done = trained(model, tmp_path / str(bfloat16), options)
+        losses += [point["loss"] for point in done.phases[0].curve if "loss" in point]
+    assert losses[1] == pytest.approx(losses[0], rel=0.05, abs=1e-3)
 
 
 def test_training_prints_nothing_and_leaves_the_log_level_of_the_user(sst2, tmp_path, capfd):

@@ -56,7 +56,7 @@ def main() -> None:
             seed=arguments.seed,
             progress=progress,
         )
-        print(f"held-out loss of hidden tokens: {done['after']:.3f} nats", flush=True)
+        print(f"held-out loss of hidden tokens: {done.after:.3f} nats", flush=True)
         positions.resize(model, arguments.positions)
         model.save_pretrained(folder)
         tokenizer.model_max_length = arguments.positions

@@ -638,15 +638,15 @@ class Watch(TrainerCallback):
         self.stopped, self.ended, self.share_before = False, "steps", 0.0
         self._loss = self._validation = float("nan")
         # Validations within a time limit, and the share of the mode that is done.
-        self._validations, self._share = MOST_VALIDATIONS, 0.0
+        self._validations, self._share, self._reserved = MOST_VALIDATIONS, 0.0, 0.0
 
     def seconds(self) -> float:
         """Training time so far, including interrupted attempts."""
         return self._before + time.monotonic() - self._began
 
     def share_of_time(self) -> float:
-        """Used share of the time budget; 0 without one."""
-        return self.seconds() / self._trainer.phase.seconds
+        """Used share of the time budget, but for the last validation; 0 without a budget."""
+        return self.seconds() / (self._trainer.phase.seconds - self._reserved)
 
     def count(self, inputs: dict[str, Tensor]) -> None:
         """Count the tokens of a batch."""
@@ -697,6 +697,7 @@ class Watch(TrainerCallback):
             # The first is one of them.
             affordable = int(VALIDATING * trainer.phase.seconds / max(took, 1e-9)) - 1
             self._validations = min(max(affordable, 1), MOST_VALIDATIONS)
+            self._reserved = min(took, VALIDATING * trainer.phase.seconds)
         self._share = self.share_before = self.share_of_time()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any, **kwargs: Any) -> None:

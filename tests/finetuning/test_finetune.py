@@ -390,7 +390,7 @@ def test_time_that_a_mode_does_not_need_is_that_of_the_next(sst2, tmp_path, monk
     monkeypatch.setattr("approx.finetuning.finetune.train", train)
     options = options_of(sst2, recover=["transfer", "distill", "task"], time_budget="70s")
     trained(model_of(), tmp_path / "work", options)
-    assert limits == pytest.approx([14.0, 24.0, 42.0])
+    assert limits == pytest.approx([30.0, 36.0, 30.0])
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_mode_has_defaults_that_options_override(data, recover, options, expecte
 @pytest.mark.parametrize(
     ("mode", "architecture", "rate"), [("clm", "GPT2LMHeadModel", 2e-4), ("mlm", "BertForMaskedLM", 1e-4)]
 )
-def test_pre_training_has_its_own_defaults_and_three_times_the_time_of_transfer(mode, architecture, rate, tmp_path):
+def test_pre_training_has_its_own_defaults_and_the_time_of_transfer(mode, architecture, rate, tmp_path):
     file = tmp_path / "corpus.txt"
     file.write_text("the film is not very good the film is bad dull fine long " * 60)
     model, tokenizer = tiny(architecture), tiny_tokenizer()
@@ -71,7 +71,7 @@ def test_pre_training_has_its_own_defaults_and_three_times_the_time_of_transfer(
     surgery.convert(model, Plan.of("linear", feature_map="hedgehog"))
     stage = FinetuneStage(recover=["transfer", mode], text=[str(file)], length=16, time_budget="80s")
     transfer, phase = prepare_training(model, tokenizer, stage).phases
-    assert (transfer.seconds, phase.seconds) == (20.0, 60.0)
+    assert (transfer.seconds, phase.seconds) == (40.0, 40.0)
     assert (phase.batch_size, phase.learning_rate, phase.mechanism_learning_rate) == (
         16,
         rate,
@@ -213,11 +213,11 @@ def test_options_reach_every_mode(data):
 
 def test_time_is_shared_among_modes_by_their_weight(data):
     phases = prepared(data, recover=["transfer", "distill", "task"], time_budget="70s").phases
-    assert [phase.seconds for phase in phases] == pytest.approx([14, 14, 42])
+    assert [phase.seconds for phase in phases] == pytest.approx([30, 10, 30])
     # Adapters are not a mode.
     pytest.importorskip("peft")
     adapted = prepared(data, recover=["transfer", "lora", "task"], time_budget="80s").phases
-    assert [(phase.mode, phase.seconds) for phase in adapted] == [("transfer", 20.0), ("task", 60.0)]
+    assert [(phase.mode, phase.seconds) for phase in adapted] == [("transfer", 40.0), ("task", 40.0)]
 
 
 def test_each_mode_trains_its_own_parameters(data):

@@ -230,8 +230,6 @@ def _affordable(prepared: Preparation, model: Any) -> int:
     for phase in prepared.phases:
         value = measure_of(phase, few, model).value
         assert value is not None  # each mode has a loss at least
-        # The first pass prepares what later ones use.
-        value()
         began = time.perf_counter()
         value()
         slowest = max(slowest, time.perf_counter() - began)
@@ -737,7 +735,7 @@ def _trained(
     model.eval()
     after = None if prepared.measure.value is None else prepared.measure.value()
     helped = any(outcome.best_step for outcome in outcomes)
-    if after is not None and begun.start is not None and _worse(prepared.measure, after, begun.start):
+    if after is not None and begun.start is not None and _worse(prepared, after, begun.start):
         # What lowers the loss of a layer need not raise the score of the model.
         _restore(folder / _START, model)
         after, helped = begun.start, False
@@ -747,8 +745,16 @@ def _trained(
 _START = "start.safetensors"
 
 
-def _worse(measure: Measure, value: float, than: float) -> bool:
-    return value > than if measure.lower_is_better else value < than
+# Fewer examples give a score that moves by chance, by half the standard error of a coin that is tossed for each.
+_ENOUGH_EXAMPLES = 100
+
+
+def _worse(prepared: Preparation, value: float, than: float) -> bool:
+    """Whether a score is worse than another; clearly so, where it is of few examples."""
+    measure, count = prepared.measure, len(prepared.data.validated.examples)
+    known = METRICS.get(measure.name)
+    margin = 0.25 / math.sqrt(count) if count < _ENOUGH_EXAMPLES and known is not None and known.fraction else 0.0
+    return value > than + margin if measure.lower_is_better else value < than - margin
 
 
 # Inputs that mechanisms are fitted to, and all their tokens with padding, whose dense weights may be computed.
@@ -774,7 +780,7 @@ def _fitted(model: Any, prepared: Preparation, begun: Begun) -> Begun:
         after = None if before is None or prepared.measure.value is None else prepared.measure.value()
     except ApproxError as error:
         why = f"They cannot be fitted to {words}: {error}"
-    if before is not None and after is not None and _worse(prepared.measure, after, before):
+    if before is not None and after is not None and _worse(prepared, after, before):
         why = f"Fitted to {words}, they scored worse before the first step: {after:.4f} after {before:.4f}."
     if why:
         model.load_state_dict(earlier, strict=False)

@@ -438,9 +438,22 @@ def relative_error(outputs: Tensor, target: Tensor, real: Tensor | None = None) 
     outputs, target = outputs.float(), target.float()
     real = torch.ones_like(target[..., :1]) if real is None else real.expand_as(target[..., :1])
     over = (0, target.dim() - 2)
-    mean = (target * real).sum(over, keepdim=True) / real.sum(over, keepdim=True).clamp(min=1)
-    apart, around, whole = ((x.square() * real).sum() for x in (outputs - target, target - mean, target))
-    return apart / torch.maximum(around, _LEAST_SHARE * whole).clamp(min=torch.finfo(torch.float32).tiny)
+    counts = _of_all_processes(real.sum(over, keepdim=True))
+    mean = _of_all_processes((target * real).sum(over, keepdim=True)) / counts.clamp(
+        min=torch.finfo(torch.float32).tiny
+    )
+    around, whole = _of_all_processes(torch.stack([(x.square() * real).sum() for x in (target - mean, target)]))
+    energy = torch.maximum(around, _LEAST_SHARE * whole).clamp(min=torch.finfo(torch.float32).tiny)
+    return ((outputs - target).square() * real).sum() / energy
+
+
+def _of_all_processes(part: Tensor) -> Tensor:
+    """The mean over processes, so that a loss does not depend on how a batch is shared; in validation each has its own."""
+    if not (torch.is_grad_enabled() and torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return part
+    part = part.detach().clone()
+    torch.distributed.all_reduce(part)
+    return part / torch.distributed.get_world_size()
 
 
 def without_targets(inputs: dict[str, Tensor]) -> dict[str, Tensor]:

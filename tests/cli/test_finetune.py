@@ -162,7 +162,7 @@ def test_resumes_to_the_same_weights_after_a_kill_at_any_moment(study, tmp_path)
     places = [
         "0-transfer/checkpoint-2",
         "0-transfer/checkpoint-4/complete.json",
-        "1-task/checkpoint-2/model.safetensors",
+        "1-distill/checkpoint-2/model.safetensors",
     ]
     for number, place in enumerate(places):
         resume = ["--resume"] if number else []
@@ -172,7 +172,7 @@ def test_resumes_to_the_same_weights_after_a_kill_at_any_moment(study, tmp_path)
         assert killable.ended(process, signal.SIGKILL) == -signal.SIGKILL, (tmp_path / "errors").read_text()
         assert not (tmp_path / "healed").exists()
     process = killable.start(*words, "-o", tmp_path / "healed", "--resume", errors=tmp_path / "errors")
-    while not (working / "1-task" / "checkpoint-4").exists() and process.is_alive():
+    while not (working / "1-distill" / "checkpoint-4").exists() and process.is_alive():
         time.sleep(0.002)
     if process.is_alive():
         assert killable.ended(process, signal.SIGINT) == 130, (tmp_path / "errors").read_text()

@@ -230,7 +230,7 @@ def test_a_training_goes_on_only_with_the_same_options_and_examples(sst2, tmp_pa
 LATE = """
 import os, sys, time
 from pathlib import Path
-from approx.evaluation import distributed
+from approx.evaluation import evaluate
 from approx.finetuning.trainer import Trainer
 from tiny_training import model_of, options_of, trained
 
@@ -244,7 +244,7 @@ def load_late(trainer):
 Trainer._load_best_model = load_late
 data, folder = sys.argv[1:]
 for late in (1, 0):
-    distributed.gather(None)
+    evaluate.gather(None)
 
     def progress(what, done, total):
         if what == "read the data" and int(os.environ["RANK"]) == late:

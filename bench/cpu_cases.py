@@ -30,6 +30,11 @@ class Case(NamedTuple):
     mechanism: str
     settings: dict[str, Any]
 
+    @property
+    def whole(self) -> dict[str, Any]:
+        """The settings over those of the paper's form."""
+        return {**MECHANISMS[self.mechanism].published, **self.settings}
+
 
 class Contender(NamedTuple):
     """A contender: `role` is base, ceiling, variant or peer."""
@@ -71,7 +76,7 @@ def settings_of(kind: type[Mechanism], causal: bool) -> tuple[dict[str, Any], ..
 
 def mechanism_of(case: Case, causal: bool, heads: int = HEADS) -> Any:
     """The mechanism itself, for one layer of the models here or for fewer heads."""
-    return MECHANISMS[case.mechanism](heads, SIZE, causal=causal, scale=SIZE**-0.5, **case.settings)
+    return MECHANISMS[case.mechanism](heads, SIZE, causal=causal, scale=SIZE**-0.5, **case.whole)
 
 
 def attention(length: int, dtype: torch.dtype, *, causal: bool, train: bool) -> Iterator[Contender]:
@@ -176,7 +181,7 @@ def converted(base: nn.Module, case: Case) -> nn.Module:
     inputs = example_inputs(twin, 512, device=next(base.parameters()).device)
     # Calibration runs the model in its own precision.
     inputs = {name: x.to(twin.dtype) if x.is_floating_point() else x for name, x in inputs.items()}  # type: ignore[arg-type]  # a dtype
-    surgery.convert(twin, Plan.of(case.mechanism, **case.settings), calibration=inputs)
+    surgery.convert(twin, Plan.of(case.mechanism, **case.whole), calibration=inputs)
     return twin.train(base.training)
 
 

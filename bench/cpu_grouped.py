@@ -33,7 +33,7 @@ def contenders(suite: str, length: int, dtype: torch.dtype, batch: int) -> Itera
     yield Contender(REPEATED, "variant", repeated)
     for case in cases(True, length, decoding=True):
         kind = MECHANISMS[case.mechanism]
-        mechanism = kind(HEADS, size, causal=True, scale=size**-0.5, **case.settings).to(dtype).eval()
+        mechanism = kind(HEADS, size, causal=True, scale=size**-0.5, **case.whole).to(dtype).eval()
         if mechanism.takes_calibration:
             with torch.no_grad():
                 # A few queries represent the prompt.

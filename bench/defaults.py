@@ -154,7 +154,7 @@ def measure(case: dict[str, Any], texts: list[list[Layer]], exact: list[list[Ten
     kind = MECHANISMS[case["mechanism"]]
     seeded = "seed" in kind.defaults()
     for seed in range(SEEDS if seeded else 1):
-        settings = case["settings"] | ({"seed": seed} if seeded else {})
+        settings = kind.published | case["settings"] | ({"seed": seed} if seeded else {})
         made = [kind(heads, size, causal=False, scale=size**-0.5, **settings).eval() for _ in range(layers)]
         for layer, mechanism in enumerate(made):
             if mechanism.takes_calibration:

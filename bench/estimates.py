@@ -80,7 +80,8 @@ def error(attend: Attend, texts: list[Layer], wanted: list[Tensor]) -> float:
 def made(name: str, q: Tensor, **settings: Any) -> Any:
     """A mechanism for a layer with such queries."""
     heads, size = q.shape[1], q.shape[3]
-    return MECHANISMS[name](heads, size, causal=False, scale=size**-0.5, **settings).eval()
+    kind = MECHANISMS[name]
+    return kind(heads, size, causal=False, scale=size**-0.5, **{**kind.published, **settings}).eval()
 
 
 def errors(texts: list[list[Layer]]) -> dict[str, float]:

@@ -90,7 +90,9 @@ def measure(case: Case, length: int) -> dict[str, Any]:
     """Median and spread of the milliseconds of a forward pass, and its peak memory, at one length."""
     generator = torch.Generator().manual_seed(length)
     q, k, v = torch.randn(3, 1, HEADS, length, SIZE, generator=generator)
-    mechanism = MECHANISMS[case.mechanism](HEADS, SIZE, causal=case.causal, scale=SIZE**-0.5, **case.settings).eval()
+    kind = MECHANISMS[case.mechanism]
+    settings = {**kind.published, **case.settings}
+    mechanism = kind(HEADS, SIZE, causal=case.causal, scale=SIZE**-0.5, **settings).eval()
     device = torch.device("cpu")
 
     def call() -> torch.Tensor:

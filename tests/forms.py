@@ -1,5 +1,8 @@
 """Every mechanism in all its forms, small enough to approximate, with inputs of any shape."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import settings
@@ -79,3 +82,13 @@ def draw_mask(kind, *, batch, length, seed, **_):
     if kind == "one row empty":
         mask[seed % batch] = False
     return mask
+
+
+# Linear attention in its paper's form, and with learned features.
+ELU = MECHANISMS["linear"].published
+HEDGEHOG: dict[str, Any] = {**ELU, "feature_map": "hedgehog"}
+
+
+def plain(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a mechanism over those of its paper's form."""
+    return {**MECHANISMS[name].published, **settings}

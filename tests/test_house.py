@@ -100,7 +100,7 @@ def broken_import_rules(source: str, module: str, is_package: bool = False) -> l
             wrong.append(f"{module} may not import {target}")
         if within(target, "approx.cli") and not speaks:
             wrong.append(f"{module} imports {target}, but nobody imports cli")
-        shared = within(target, "approx.mechanisms.mechanism") or within(target, "approx.mechanisms.sparse")
+        shared = any(within(target, f"approx.mechanisms.{name}") for name in ("mechanism", "sparse", "exact_part"))
         sibling = within(target, "approx.mechanisms") and not shared
         if sibling and within(module, "approx.mechanisms") and not is_package:
             wrong.append(f"{module} imports {target}, but no mechanism imports another")

@@ -6,6 +6,7 @@ from typing import Any
 from tokenizers.processors import TemplateProcessing
 
 from approx.conversion import surgery
+from approx.mechanisms import MECHANISMS
 from approx.planning.plan import Plan
 from tiny_classifier import WORDS, tiny_tokenizer
 from zoo import tiny
@@ -23,7 +24,7 @@ def tiny_gpt2(positions: int = 64, mechanism: str | None = None, **settings: Any
         bos_token_id=None,
     )
     if mechanism:
-        surgery.convert(model, Plan.of(mechanism, **settings))
+        surgery.convert(model, Plan.of(mechanism, **{**MECHANISMS[mechanism].published, **settings}))
     return model
 
 

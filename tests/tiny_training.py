@@ -9,6 +9,7 @@ from approx.conversion import surgery
 from approx.finetuning.finetune import finetune
 from approx.finetuning.options import FinetuneStage
 from approx.planning.plan import Plan
+from forms import HEDGEHOG
 from tiny_classifier import tiny_model, tiny_tokenizer
 from tiny_study import LABELS
 
@@ -26,7 +27,7 @@ def model_of(mechanism: str | None = "linear", **settings: Any) -> Any:
     torch.manual_seed(0)
     model = tiny_model(2, LABELS)
     if mechanism is not None:
-        settings = settings or ({"feature_map": "hedgehog", "window": 1} if mechanism == "linear" else {})
+        settings = {**HEDGEHOG, "window": 1} if mechanism == "linear" and not settings else settings
         surgery.convert(model, Plan.of(mechanism, **settings))
     return model
 

@@ -64,6 +64,10 @@ TEXT = (
 )
 
 
+# Precedes the text where the question is exact, which would otherwise be all of it.
+QUESTION = "On which shelf does Maria's report lie, and for how many mornings does she thank her grandfather?"
+
+
 def mechanisms(model: Any) -> list[Mechanism]:
     """The mechanisms of a converted model in layer order, including those of groups of heads."""
     return [
@@ -102,7 +106,8 @@ def calibrate(model: Any, inputs: dict[str, Tensor] | None, only: Collection[Mec
         for part in call.members():
             if part.mechanism in waiting:
                 waiting.remove(part.mechanism)
-                part.mechanism.calibrate(part.q, part.k, part.v, part.mask)
+                tokens = {"tokens": call.tokens} if part.mechanism.reads_tokens else {}
+                part.mechanism.calibrate(part.q, part.k, part.v, part.mask, **tokens)
 
     with observe(model, before=fit), all_open(model), torch.no_grad(), evaluating(model):
         model(**inputs)
@@ -296,13 +301,15 @@ def calibration_batch(
         if file is not None:
             raise
         return random
+    asks = any(mechanism.settings.get("global_tokens") == "question" for mechanism in _made(model))
+    question = QUESTION if asks else None
     most = max(1, _MOST_TOKENS // length)
     # Tokens rarely exceed twenty letters; tokenising a whole book for its first pages would be slow.
     written = file.text()[: 20 * length * most] if file is not None else TEXT
-    rows = _rows(tokenizer, written, length)
+    rows = _rows(tokenizer, question, written, length)
     repeated = file is None and bool(rows) and len(rows[0]) < length
     if repeated:
-        rows = _rows(tokenizer, TEXT * -(-length // len(rows[0])), length)
+        rows = _rows(tokenizer, question, TEXT * -(-length // len(rows[0])), length)
     rows = [row for row in rows[: 1 if file is None else most] if len(row) == len(rows[0])]
     tokens = {token for row in rows for token in row}
     known = bool(tokens) and max(tokens) < model.config.get_text_config().vocab_size
@@ -320,8 +327,17 @@ def calibration_batch(
     return CalibrationBatch({"input_ids": torch.tensor(rows, device=model.device)}, description)
 
 
-def _rows(tokenizer: Any, text: str, length: int) -> list[list[int]]:
-    return tokenizer(text, truncation=True, max_length=length, return_overflowing_tokens=True)["input_ids"]
+def _made(model: Any) -> list[Mechanism]:
+    """The mechanisms of a model; none if it is stock."""
+    return mechanisms(model) if hasattr(model.config, "approx") else []
+
+
+def _rows(tokenizer: Any, question: str | None, text: str, length: int) -> list[list[int]]:
+    """Token ids of pieces of a text, each after the question if there is one."""
+    how = {"max_length": length, "return_overflowing_tokens": True}
+    if question is None:
+        return tokenizer(text, truncation=True, **how)["input_ids"]
+    return tokenizer(question, text, truncation="only_second", **how)["input_ids"]
 
 
 def _heard(source: checkpoint.Source, model: Any, file: CalibrationFile, length: int) -> dict[str, Tensor]:

@@ -57,7 +57,7 @@ from approx.checkpoints.history import (
 from approx.checkpoints.manifest import MANIFEST, sha256
 from approx.conversion import calibration, surgery, verify
 from approx.conversion.calibration import CalibrationFile, calibration_batch, calibration_length
-from approx.conversion.surgery import of_checkpoint, with_separator
+from approx.conversion.surgery import answers_questions, of_checkpoint, with_separator
 from approx.errors import ApproxError, Exit
 from approx.paths import inside, is_inside, refuse_leaving
 from approx.planning import positions
@@ -750,7 +750,7 @@ def convert(
         )
     carried = code_to_carry(source, revision) if trust_remote_code else {}
     refuse_foreign(source, carried)
-    plan = with_separator(plan, lambda: of_checkpoint(source))
+    plan = with_separator(plan, lambda: of_checkpoint(source), answers=answers_questions(source.stock_class))
     facts = anatomy(source.config, source.stock_class)
     plan.resolve(facts)
     refuse_added((rule.mechanism for rule in plan.rules), bundle_kernels=bundle_kernels)

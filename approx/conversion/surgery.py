@@ -12,24 +12,33 @@ from approx.checkpoints import checkpoint, families
 from approx.checkpoints.history import Receipt, Swapped
 from approx.conversion.calibration import calibrate, mechanisms
 from approx.errors import ApproxError, Exit
-from approx.mechanisms.longformer import BY_CONTENT
+from approx.mechanisms.mechanism import BY_CONTENT, MECHANISMS
 from approx.planning import positions
 from approx.planning.anatomy import anatomy
 from approx.planning.plan import Plan, described, site_record
+from approx.planning.rule import Rule
 from approx.seam.dispatch import FORMAT, attach, detach, switch
 from approx.seam.internals import implementation_of
 
 
-def with_separator(plan: Plan, find: Callable[[], int | None]) -> Plan:
-    """The plan with the setting `separator` filled in for rules that need it and leave it out.
+def with_separator(plan: Plan, find: Callable[[], int | None], *, answers: bool) -> Plan:
+    """The plan with the settings filled in that choose tokens by content and depend on the model.
+
+    Where a model answers questions about a text, the question is exact unless `global_tokens` says otherwise, since every
+    token of the text has to know it. Rules that need a `separator` and leave it out get it.
 
     Args:
         plan: The original plan.
-        find: Looks up the id; called only if a rule needs it.
+        find: Looks up the id of the separator; called only if a rule needs it.
+        answers: Whether the model answers questions about a text, see `answers_questions`.
 
     Raises:
         ApproxError: if a rule needs it and `find` returns None.
     """
+    if answers and any(map(_may_ask, plan.rules)) and (separator := find()) is not None:
+        asked = {"global_tokens": "question", "separator": separator}
+        rules = (replace(rule, settings={**rule.settings, **asked}) if _may_ask(rule) else rule for rule in plan.rules)
+        plan = Plan(tuple(rules))
     lacking = [rule for rule in plan.rules if _lacks(rule.settings)]
     if not lacking:
         return plan
@@ -58,6 +67,22 @@ def named_by(holder: Any) -> int | None:
     """The separator token of a tokenizer or a config, or else its end token; None if it names neither."""
     ids = (getattr(holder, name, None) for name in ("sep_token_id", "eos_token_id"))
     return next((number for number in ids if type(number) is int), None)
+
+
+def answers_questions(stock_class: type) -> bool:
+    """Whether a transformers class answers questions about a text."""
+    return stock_class.__name__.endswith("ForQuestionAnswering")
+
+
+def _may_ask(rule: Rule) -> bool:
+    """Whether a rule leaves it to the model which tokens are global."""
+    kind = MECHANISMS.get(rule.mechanism)
+    return (
+        kind is not None
+        and kind.defaults().get("global_tokens") == "auto"
+        and rule.settings.get("global_tokens", "auto") == "auto"
+        and rule.settings.get("gate") is not False
+    )
 
 
 def _lacks(settings: dict[str, Any]) -> bool:
@@ -118,7 +143,9 @@ def exchange(model: Any, plan: Plan, *, max_length: int | None = None, bundle_ke
             Exit.REFUSED,
         )
     facts = anatomy(model.config, type(model))
-    assignment = with_separator(plan, lambda: named_by(model.config)).resolve(facts)
+    assignment = with_separator(plan, lambda: named_by(model.config), answers=answers_questions(type(model))).resolve(
+        facts
+    )
     resized = None
     if max_length is not None:
         resized = (positions.extendable(model.config, facts.architecture, max_length), max_length)

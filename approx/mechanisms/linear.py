@@ -5,36 +5,57 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from approx.mechanisms.mechanism import Mechanism, beyond, one_of, positive_number, true_or_false, whole_number
+from approx.errors import ApproxError
+from approx.mechanisms.exact_part import ExactPart, best_factor, fitted_gate
+from approx.mechanisms.mechanism import one_of, positive_number, true_or_false, whole_number
+from approx_kernels.ops.exact.api import exact_attention
+from approx_kernels.ops.exact_part.api import (
+    LinearFar,
+    linear_and_exact,
+    linear_and_exact_decode,
+    linear_parts,
+)
 from approx_kernels.ops.linear.api import FEATURE_MAPS, linear_attention, linear_decode
+from approx_kernels.ops.performer.api import draw_projection
+from approx_kernels.tokens import blank_padding, check_shapes
 
 # The logit of 0.1, the initial factor of the softmax part of a window in LoLCATs.
 _FIRST_MIX = -2.1972246
+# Learned features of a head, unless it has more than half as many numbers.
+_LEAST_FEATURES = 128
 
 
-class LinearAttention(Mechanism):
-    """Sum keys and values once and read the sums with each query, in O(n D E).
+class LinearAttention(ExactPart):
+    """Sum keys and values once and read the sums with each query, in O(n D E), beside exact attention to some keys.
 
-    It does not approximate the softmax: without a window a pretrained model is nearly broken until it is fine-tuned.
-    With one, a softmax weighs the nearest keys and features weigh the others, under one normaliser.
+    A softmax weighs the nearest keys and chosen tokens, features weigh the others, under one normaliser. The features do not
+    approximate the softmax, but a gate, which conversion fits to a calibration batch, bounds what they may do: they start
+    where they help and otherwise with no weight. Without an exact part a pretrained model is nearly broken until it is
+    fine-tuned.
 
     Source: Katharopoulos, Vyas, Pappas, Fleuret, 2020, Transformers are RNNs, arXiv 2006.16236; `t2r` is that of
     Kasai et al., 2021, arXiv 2103.13076, `hedgehog` that of Zhang et al., 2024, arXiv 2402.04347, the window that of
-    Zhang et al., 2024, LoLCATs, arXiv 2410.10254. Departs from them in starting `t2r` at the identity.
+    Zhang et al., 2024, LoLCATs, arXiv 2410.10254. Departs from them in starting `t2r` at the identity, and in the gate, the
+    first tokens and the chosen ones.
 
     Args:
         heads: Number of heads, H.
         head_dim: Size of a head, D.
         causal: Whether a query sees only keys at or before its own position.
-        scale: Factor of the scores; used only with `scale_inputs` and inside the window.
+        scale: Factor of the scores of near keys; of inputs only with `scale_inputs`.
         feature_map: `elu`, which is elu(x) + 1; `relu`; `softmax`, over the head dimension; or one with learned
             matrices, one for queries and one for keys of each head, initialised to the identity: `t2r`, relu(x W + b),
             and `hedgehog`, softmax(x W) concatenated with softmax(-x W).
-        eps: Added to the normaliser, above 0; with a window, the normaliser's lower bound.
+        eps: Added to the normaliser, above 0; without a gate and with a window, the normaliser's lower bound.
         scale_inputs: Whether q and k are multiplied by the root of `scale` first; the papers do not.
-        window: Nearest keys that a softmax weighs, w: with `causal` the last w including a query's own, otherwise w on
-            either side and its own, counting padding between them. 0 for none. Adds a learned factor of the softmax
-            part for each head.
+        window: Nearest keys that a softmax weighs: with `causal` the last ones with a query's own, otherwise this many on
+            either side and its own, counting padding between them. 0 for none; None for 64 or 32, or none without a gate.
+        sinks: First real tokens that every query sees exactly; None for 4 with `causal` and a gate, otherwise none.
+        global_tokens: More tokens that every query sees exactly, without `causal`, see `ExactPart`.
+        separator: Id of the separator token, where global tokens are chosen by content; conversion fills it in.
+        features: Features of `hedgehog`, an even number of at least 2 D; 0 for 2 D, None for 128 or 2 D, whichever is more.
+        gate: Whether queries and keys have learned gates. Without, a window has one learned factor for each head, as in
+            LoLCATs, and there are no other exact keys.
 
     Raises:
         ApproxError: if a setting is wrong.
@@ -44,16 +65,25 @@ class LinearAttention(Mechanism):
     decode_state: ClassVar[Literal["cache", "ring", "recurrent"]] = "recurrent"
     trainable: ClassVar[bool] = True
     runs_c: ClassVar[bool] = True
+    earlier: ClassVar[dict[str, Any]] = {
+        "sinks": 0,
+        "global_tokens": "none",
+        "separator": None,
+        "features": 0,
+        "gate": False,
+    }
+    published: ClassVar[dict[str, Any]] = {"feature_map": "elu", "window": 0, "features": 0, "gate": False}
     examples: ClassVar[dict[str, dict[str, Any]]] = {
-        "": {},
+        "": {"feature_map": "elu", "gate": False},
         # All features can be 0; then eps shows in the sum of the weights.
-        "t2r": {"feature_map": "t2r", "eps": 1e-12},
-        "hedgehog window": {"feature_map": "hedgehog", "window": 4},
+        "t2r": {"feature_map": "t2r", "eps": 1e-12, "gate": False},
+        "hedgehog window": {"feature_map": "hedgehog", "window": 4, "features": 0, "gate": False},
+        "gated": {"window": 4, "sinks": 2},
     }
     # Feature maps are learned, so a search tries them only if it trains.
     candidates: ClassVar[tuple[dict[str, Any], ...]] = (
-        {"feature_map": "hedgehog"},
-        {"feature_map": "hedgehog", "window": 64},
+        {},
+        {"window": 64},
     )
     searched: ClassVar[Literal["always", "healed", "named"]] = "healed"
     colour: ClassVar[str | None] = "#d9742b"
@@ -63,6 +93,8 @@ class LinearAttention(Mechanism):
     query_map: nn.Parameter | None
     key_map: nn.Parameter | None
     mix: nn.Parameter | None
+    query_gate: nn.Parameter | None
+    key_gate: nn.Parameter | None
 
     def __init__(
         self,
@@ -71,94 +103,207 @@ class LinearAttention(Mechanism):
         *,
         causal: bool,
         scale: float,
-        feature_map: str = "elu",
+        feature_map: str = "hedgehog",
         eps: float = 1e-6,
         scale_inputs: bool = False,
-        window: int = 0,
+        window: int | None = None,
+        sinks: int | None = None,
+        global_tokens: str | list[int] = "auto",
+        separator: int | None = None,
+        features: int | None = None,
+        gate: bool = True,
     ) -> None:
-        super().__init__(heads, head_dim, causal=causal, scale=scale)
+        self_gate = true_or_false("gate", gate)
+        if not self_gate:
+            window, sinks = window or 0, sinks or 0
+        exact = {"window": window, "sinks": sinks, "global_tokens": global_tokens, "separator": separator}
+        super().__init__(heads, head_dim, causal=causal, scale=scale, **exact)
+        self.gate = self_gate
+        if not gate and (self.sinks or self._positions or self.reads_tokens):
+            raise ApproxError(
+                "Settings 'sinks' and 'global_tokens' choose exact keys, which need a gate; 'gate' is false. Leave one of "
+                "them out."
+            )
         self.feature_map = one_of("feature_map", feature_map, FEATURE_MAPS)
         self.eps = positive_number("eps", eps)
         self.scale_inputs = true_or_false("scale_inputs", scale_inputs)
-        self.window = whole_number("window", window, 0, 2**31 - 1)
+        self.features = self._checked_features(features)
         self.query_map, self.key_map = self._first_map(), self._first_map()
-        self.mix = nn.Parameter(torch.full((heads,), _FIRST_MIX, device="cpu")) if window else None
+        self.mix = nn.Parameter(torch.full((heads,), _FIRST_MIX, device="cpu")) if self.window and not gate else None
+        gates = [(heads, head_dim + 1), (heads, head_dim)] if gate else []
+        made = [nn.Parameter(torch.zeros(shape, device="cpu")) for shape in gates]
+        self.query_gate, self.key_gate = (made[0], made[1]) if made else (None, None)
+
+    def _checked_features(self, features: int | None) -> int:
+        """The features of a head; only `hedgehog` has more or fewer than its size."""
+        if self.feature_map != "hedgehog":
+            if features:
+                raise ApproxError(
+                    f"Setting 'features' is {features}, but feature_map '{self.feature_map}' has one for each of the "
+                    f"{self.head_dim} numbers of a head. Leave it out, or choose 'hedgehog'."
+                )
+            return 0
+        twice = 2 * self.head_dim
+        if not self.gate and features and features != twice:
+            raise ApproxError(
+                f"Setting 'features' is {features}; without a gate there are {twice}, twice the size of a head. Leave it out."
+            )
+        features = features if self.gate else 0
+        count = max(_LEAST_FEATURES, twice) if features is None else whole_number("features", features, 0) or twice
+        if count % 2 or count < twice:
+            raise ApproxError(
+                f"Setting 'features' is {count}; expected an even number of at least {twice}, twice the size of a head."
+            )
+        return count
 
     def _first_map(self) -> nn.Parameter | None:
-        """The identity for each head; the bias of `t2r` is the last row."""
+        """The identity for each head, beside it random rotations; the bias of `t2r` is the last row."""
         if self.feature_map not in ("t2r", "hedgehog"):
             return None
         rows = self.head_dim + (self.feature_map == "t2r")
-        return nn.Parameter(torch.eye(rows, self.head_dim, device="cpu").repeat(self.heads, 1, 1))
+        first = torch.eye(rows, self.head_dim, device="cpu")
+        more = self._features() // 2 - self.head_dim if self.feature_map == "hedgehog" else 0
+        if more:
+            drawn = draw_projection(self.head_dim, features=more, orthogonal=True, seed=0)
+            first = torch.cat([first, nn.functional.normalize(drawn, dim=1).T], 1)
+        return nn.Parameter(first.repeat(self.heads, 1, 1))
 
     @property
     def warning(self) -> str | None:
-        """Without a window the model needs fine-tuning."""
-        if self.window:
+        """Without an exact part the model needs fine-tuning."""
+        if self.has_exact_part:
             return None
         return (
-            f"linear with feature_map '{self.feature_map}' and no window replaces the softmax the checkpoint was "
+            f"linear with feature_map '{self.feature_map}' and no exact keys replaces the softmax the checkpoint was "
             "trained with: the model is nearly broken until it is fine-tuned. A window keeps the nearest keys exact."
         )
 
+    @property
+    def takes_calibration(self) -> bool:
+        """Whether the gate is fitted; before that all weights of features count in full."""
+        return self.gate and self.has_exact_part
+
+    def calibrate(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None = None,
+        *,
+        tokens: Tensor | None = None,
+    ) -> None:
+        """Fit the gate of each head: how much of a query's attention is far, and no more than brings outputs closer to exact ones.
+
+        Args: as for `forward`.
+        """
+        if key_mask is not None and not key_mask.any():
+            return
+        assert self.query_gate is not None, "only a gate is fitted"
+        exactly = self.exactly(k, key_mask, tokens)
+        real = None if key_mask is None or q.shape[2] != k.shape[2] else key_mask
+        exact = exact_attention(q, k, v, key_mask, causal=self.causal, scale=self.scale).float()
+        best, error = torch.zeros_like(self.query_gate), torch.full_like(self.query_gate[:, 0], torch.inf)
+        self.query_gate.zero_()
+        near, far, mass = linear_parts(q, k, v, key_mask, exactly=exactly, far=self._far())
+        if not far:
+            return
+        estimates = torch.stack([part.log for part in far]).logsumexp(0)
+        weight = mass / (mass + near.log.exp())
+        weight = weight if real is None else weight * real[:, None]
+        wanted = mass.clamp(min=1e-12).log() - estimates
+        weight = weight.masked_fill(estimates < -100, 0.0)
+        scaled = q.float() * (self.scale**0.5 if self.scale_inputs else 1.0)
+        for gate in (torch.zeros_like(best), fitted_gate(scaled, wanted, weight).to(best)):
+            logs = (scaled * gate[:, None, :-1]).sum(-1) + gate[:, None, -1]
+            shifted = [part._replace(log=part.log + logs) for part in far]
+            factor, left = best_factor(exact, near, shifted, real)
+            gate = torch.cat([gate[:, :-1], (gate[:, -1] + factor)[:, None]], 1)
+            closer = left < error
+            best, error = torch.where(closer[:, None], gate, best), torch.where(closer, left, error)
+        self.query_gate.copy_(best)
+
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, *, dropout: float = 0.0
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None = None,
+        *,
+        dropout: float = 0.0,
+        tokens: Tensor | None = None,
     ) -> Tensor:
-        """Attend; dropout drops whole keys in the numerator, since there are no weights of single pairs."""
-        return linear_attention(q, k, v, key_mask, causal=self.causal, dropout=dropout, **self._ways())
+        """Attend; dropout drops whole keys in the numerator, since there are no weights of single pairs.
+
+        `tokens` are the token ids of the keys, [B, S], read where global tokens are chosen by content.
+        """
+        if not self.gate:
+            return linear_attention(q, k, v, key_mask, causal=self.causal, dropout=dropout, **self._ways())
+        check_shapes(q, k, v, key_mask)
+        exactly = self.exactly(k, key_mask, tokens)
+        return linear_and_exact(q, k, v, key_mask, exactly=exactly, far=self._far(), dropout=dropout)
 
     def decode(
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, state: dict[str, Tensor] | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Attend from tokens that follow those in a state: sums over their features, and the keys in the window."""
-        return linear_decode(q, k, v, key_mask, state, **self._ways())
+        """Attend from tokens that follow those in a state: sums over their features, and the exact keys."""
+        if not self.gate:
+            return linear_decode(q, k, v, key_mask, state, **self._ways())
+        check_shapes(q, k, v, key_mask)
+        q, k, v = blank_padding(q, k, v, key_mask)
+        exact = {"sinks": self.sinks, "window": self.window, "scale": self.scale}
+        return linear_and_exact_decode(q, k, v, key_mask, state, **exact, far=self._far())
+
+    def _far(self) -> LinearFar:
+        assert self.query_gate is not None, "a gate has both"
+        assert self.key_gate is not None, "a gate has both"
+        return LinearFar(self.feature_map, self._maps(), self.query_gate, self.key_gate, self._input_scale())
+
+    def _maps(self) -> tuple[Tensor, Tensor] | None:
+        return None if self.query_map is None or self.key_map is None else (self.query_map, self.key_map)
+
+    def _input_scale(self) -> float:
+        return self.scale**0.5 if self.scale_inputs else 1.0
 
     def _ways(self) -> dict[str, Any]:
         return {
             "feature_map": self.feature_map,
-            "maps": None if self.query_map is None or self.key_map is None else (self.query_map, self.key_map),
+            "maps": self._maps(),
             "window": self.window,
             "mix": None if self.mix is None else self.mix.sigmoid(),
             "scale": self.scale,
-            "input_scale": self.scale**0.5 if self.scale_inputs else 1.0,
+            "input_scale": self._input_scale(),
             "eps": self.eps,
         }
-
-    @classmethod
-    def exact_settings(cls, length: int) -> dict[str, Any]:
-        """A window as wide as the sequence, which leaves no key to the features."""
-        return {"window": max(length, 1)}
-
-    def approximates_from(self) -> int:
-        """One key beyond the window; without a window, two tokens."""
-        return max(self.window + (1 if self.causal else 2), 2)
-
-    def approximated_pairs(self, length: int) -> float:
-        """The pairs outside the window, whose weights are of features."""
-        if not self.window:
-            return float(length >= 2)
-        return beyond(self.window - self.causal, length, causal=self.causal)
 
     def flops(self, length: int) -> int:
         """Learned maps, sums over keys and products with them, and pairs in causal chunks or windows, rounded up to 64."""
         features = self._features()
-        learned = 4 * length * self.head_dim * self.head_dim if self.query_map is not None else 0
-        sums = 4 * length * features * self.head_dim
-        if self.window:
+        map_columns = features // 2 if self.feature_map == "hedgehog" else features
+        learned = 4 * length * self.head_dim * map_columns if self.query_map is not None else 0
+        # With a gate and a window, keys on either side have a causal pass each.
+        passes = 2 if self.gate and self.window and not self.causal else 1
+        sums = passes * 4 * length * features * self.head_dim
+        if self.gate:
+            chunks = passes * min(length, 64) if self.causal or self.window else 0
+            pairs = 2 * length * (2 * self.head_dim * self.near_pairs(length) + chunks * (self.head_dim + features))
+        elif self.window:
             pairs = 2 * length * self._stretch(length) * (2 * self.head_dim + features)
         else:
             pairs = 2 * length * (min(length, 64) if self.causal else 0) * (self.head_dim + features)
         return self.heads * (learned + sums + pairs)
 
     def memory(self, length: int) -> int:
-        """Features of queries and keys, the states (one, or one per block of 64), and a block's pairs in a window."""
+        """Features of queries and keys, the states (one, or one per block of 64), and the outputs or a block's pairs in a window."""
         features = self._features()
         states = -(-length // 64) * (1 if self.causal else 2) if self.causal or self.window else 1
         pairs = 2 * 64 * self._stretch(length) if self.window else 0
+        if self.gate:
+            # Features turned around and moved behind masked keys, and the outputs of the parts.
+            pairs = length * (2 * features * bool(self.window) + 6 * self.head_dim)
         return 4 * self.heads * (features * (2 * length + states * self.head_dim) + pairs)
 
     def _features(self) -> int:
-        return self.head_dim * (2 if self.feature_map == "hedgehog" else 1)
+        return self.features if self.feature_map == "hedgehog" else self.head_dim
 
     def _stretch(self, length: int) -> int:
         """Keys per block of 64 queries."""

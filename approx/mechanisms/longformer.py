@@ -6,13 +6,10 @@ import torch
 from torch import Tensor
 
 from approx.errors import ApproxError, Exit, shown
-from approx.mechanisms.mechanism import checked, whole_number
+from approx.mechanisms.mechanism import BY_CONTENT, chosen_by_content, positions_of, whole_number
 from approx.mechanisms.sparse import SparsePattern
 from approx_kernels.ops.patterns.api import pattern_attention
 from approx_kernels.ops.patterns.reference import Window
-
-# Global tokens whose positions depend on the token ids of each sample.
-BY_CONTENT = ("separator", "question")
 
 
 class LongformerAttention(SparsePattern):
@@ -63,7 +60,7 @@ class LongformerAttention(SparsePattern):
     ) -> None:
         super().__init__(heads, head_dim, causal=causal, scale=scale)
         self.window = whole_number("window", window, 1)
-        self._positions = _positions(global_tokens)
+        self._positions = positions_of(global_tokens, ("first", *BY_CONTENT))
         self.global_tokens = global_tokens
         self.separator = None if separator is None else whole_number("separator", separator, 0)
         if causal and self.reads_tokens:
@@ -95,7 +92,8 @@ class LongformerAttention(SparsePattern):
         if not self.reads_tokens:
             return super().forward(q, k, v, key_mask, dropout=dropout)
         out = []
-        for sample, chosen in enumerate(self._chosen(tokens, key_mask, k.shape[0], k.shape[2])):
+        every = chosen_by_content(self.global_tokens, self.separator, tokens, key_mask, (k.shape[0], k.shape[2]))
+        for sample, chosen in enumerate(every):
             mask = None if key_mask is None else key_mask[sample : sample + 1]
             places = (chosen if mask is None else chosen[mask[0]]).nonzero().flatten().tolist()
             window = self._window(tuple(places), once=True)
@@ -157,33 +155,3 @@ class LongformerAttention(SparsePattern):
     def _keys(self, length: int) -> int:
         sides = 1 if self.causal else 2
         return min(64 + sides * (self.window // 2) + len(self._positions), length)
-
-    def _chosen(self, tokens: Tensor | None, key_mask: Tensor | None, batch: int, keys: int) -> Tensor:
-        """The tokens chosen by content, [B, S] bool."""
-        if tokens is None or self.separator is None:
-            missing = "the token ids, 'tokens'" if tokens is None else "the setting 'separator', the id of that token"
-            raise ApproxError(
-                f"Setting 'global_tokens' is {shown(self.global_tokens)}, which needs {missing}; pass it."
-            )
-        if tokens.shape != (batch, keys):
-            raise ValueError(f"tokens has shape {list(tokens.shape)}; expected [{batch}, {keys}], an id for each key.")
-        separators = tokens == self.separator
-        if key_mask is not None:
-            # Some tokenizers pad with the separator.
-            separators = separators & key_mask
-        if self.global_tokens == "separator":
-            return separators
-        ends = separators.cumsum(1)
-        return ((ends == 0) | separators & (ends == 1)) & separators.any(1, keepdim=True)
-
-
-def _positions(global_tokens: Any) -> list[int]:
-    """The positions of the global tokens, in order; empty if content chooses them."""
-    if global_tokens == "first":
-        return [0]
-    if global_tokens in BY_CONTENT:
-        return []
-    whole = isinstance(global_tokens, list) and all(type(token) is int and token >= 0 for token in global_tokens)
-    inside = whole and 0 < len(global_tokens) == len(set(global_tokens))
-    allowed = "'first', 'separator', 'question' or a list of different whole numbers of at least 0"
-    return sorted(checked("global_tokens", global_tokens, inside, allowed))

@@ -65,6 +65,8 @@ class Mechanism(nn.Module):
     earlier: ClassVar[dict[str, Any]] = {}
     # Smallest and largest value of buffers and parameters that are limited, by name.
     ranges: ClassVar[dict[str, tuple[float, float]]] = {}
+    # The settings that give the form of the paper where the defaults add to it: what kernels compute and benchmarks time.
+    published: ClassVar[dict[str, Any]] = {}
     # Settings that count tokens, which shrink with the length when a pattern is drawn over fewer tokens.
     token_settings: ClassVar[tuple[str, ...]] = ()
     # The settings that tests run: small enough to approximate a few dozen tokens. By variant; "" has no name.
@@ -489,3 +491,50 @@ def _difference(tensor: Tensor, made: Tensor) -> str | None:
     if tensor.numel() and (tensor.min() < 0 or tensor.max() >= 2**31):
         return f"holds values from {int(tensor.min())} to {int(tensor.max())}; draws lie between 0 and 2^31 - 1"
     return None
+
+
+# Global tokens whose positions depend on the token ids of each sample.
+BY_CONTENT = ("separator", "question")
+
+
+def positions_of(global_tokens: Any, words: tuple[str, ...]) -> list[int]:
+    """The positions of the global tokens, in order; empty if content chooses them."""
+    if isinstance(global_tokens, str) and global_tokens in words:
+        return [0] if global_tokens == "first" else []
+    whole = isinstance(global_tokens, list) and all(type(token) is int and token >= 0 for token in global_tokens)
+    inside = whole and 0 < len(global_tokens) == len(set(global_tokens))
+    listed = ", ".join(map(repr, words))
+    allowed = f"{listed} or a list of different whole numbers of at least 0"
+    return sorted(checked("global_tokens", global_tokens, inside, allowed))
+
+
+def chosen_by_content(
+    which: Any, separator: int | None, tokens: Tensor | None, key_mask: Tensor | None, shape: tuple[int, int]
+) -> Tensor:
+    """The separators of each sample, or its question, which ends with the first separator, [B, S] bool.
+
+    Args:
+        which: One of `BY_CONTENT`.
+        separator: Id of the separator token.
+        tokens: Token ids, [B, S].
+        key_mask: [B, S] bool, True at real keys; None when all are real.
+        shape: B and S.
+
+    Raises:
+        ApproxError: if the ids or the separator are missing.
+        ValueError: if there is not an id for each key.
+    """
+    if tokens is None or separator is None:
+        missing = "the token ids, 'tokens'" if tokens is None else "the setting 'separator', the id of that token"
+        raise ApproxError(f"Setting 'global_tokens' is {shown(which)}, which needs {missing}; pass it.")
+    if tuple(tokens.shape) != shape:
+        raise ValueError(f"tokens has shape {list(tokens.shape)}; expected {list(shape)}, an id for each key.")
+    separators = tokens == separator
+    if key_mask is not None:
+        # Some tokenizers pad with the separator.
+        separators = separators & key_mask
+    if which == "separator":
+        return separators
+    ends = separators.cumsum(1)
+    question = ((ends == 0) | separators & (ends == 1)) & separators.any(1, keepdim=True)
+    return question if key_mask is None else question & key_mask

@@ -17,7 +17,7 @@ from approx.checkpoints.atomic_folder import CLAIM, atomic_folder, claim, locked
 from approx.checkpoints.checkpoint import Checkpoint
 from approx.conversion import convert
 from approx.conversion.calibration import CalibrationFile
-from approx.conversion.surgery import of_checkpoint, with_separator
+from approx.conversion.surgery import answers_questions, of_checkpoint, with_separator
 from approx.errors import ApproxError, Exit
 from approx.evaluation import record
 from approx.evaluation.evaluate import Subject, fingerprint, prepare
@@ -442,7 +442,8 @@ class Study:
 
     def convert(self, plan: Plan, label: str, place: Path | None = None) -> Stage:
         """The stage that converts by a plan, into `place` or a folder named by its key."""
-        plan = with_separator(plan, lambda: of_checkpoint(self.open()[BASE].source))
+        source = self.open()[BASE].source
+        plan = with_separator(plan, lambda: of_checkpoint(source), answers=answers_questions(source.stock_class))
         calibration = self.asked.calibrate if isinstance(self.asked, Recipe) else None
         file = None if calibration is None else Path(calibration)
         text = None if file is None else hashlib.sha256(file.read_bytes()).hexdigest()

@@ -20,7 +20,7 @@ from approx.checkpoints import checkpoint
 from approx.checkpoints.checkpoint import Checkpoint, state_sha256
 from approx.conversion import surgery
 from approx.conversion.calibration import TEXT, calibrate, calibration_batch, calibration_length, evaluating, mechanisms
-from approx.conversion.surgery import of_checkpoint, with_separator
+from approx.conversion.surgery import answers_questions, of_checkpoint, with_separator
 from approx.errors import ApproxError, Exit, did_you_mean
 from approx.evaluation.evaluate import Prepared, Subject, fingerprint, prepare
 from approx.evaluation.options import BASE, BenchStage, EvaluateStage
@@ -770,7 +770,9 @@ class Composer:
         if not alike:
             return None
         rules = (dataclasses.replace(rule, layers=ranges(layers)) for rule, layers in alike.values())
-        return with_separator(Plan(tuple(rules)), lambda: of_checkpoint(self.base.source))
+        source = self.base.source
+        answers = answers_questions(source.stock_class)
+        return with_separator(Plan(tuple(rules)), lambda: of_checkpoint(source), answers=answers)
 
     def everywhere(self, candidate: Candidate) -> list[Choice]:
         """The candidate at every site that can become it."""

@@ -12,6 +12,7 @@ import pytest
 
 import killable
 from conftest import ROOT
+from forms import HEDGEHOG
 from tiny_study import tiny_checkpoint
 
 from .conftest import call
@@ -24,7 +25,16 @@ def study(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("finetune")
     tiny_checkpoint(folder / "base")
     answer = call(
-        "convert", folder / "base", "-o", folder / "converted", "-m", "linear", "--set", "feature_map=hedgehog"
+        "convert",
+        folder / "base",
+        "-o",
+        folder / "converted",
+        "-m",
+        "linear",
+        "--set",
+        "feature_map=hedgehog",
+        "--set",
+        "gate=false",
     )
     assert answer.code == 0, answer.err
     (folder / "SST-2").mkdir()
@@ -199,7 +209,7 @@ def test_two_processes_reach_the_loss_of_one(study, tmp_path):
     model.save_pretrained(tmp_path / "base")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "base" / name).write_bytes((study / "base" / name).read_bytes())
-    convert(tmp_path / "base", tmp_path / "converted", Plan.of("linear", feature_map="hedgehog"))
+    convert(tmp_path / "base", tmp_path / "converted", Plan.of("linear", **HEDGEHOG))
     words = [*words_of(study, "--json", "--evaluate-every", "3"), "-o"]
     words[1] = str(tmp_path / "converted")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}

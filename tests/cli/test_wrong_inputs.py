@@ -64,7 +64,7 @@ RECORDS = {
 CONVERT = [
     (("--set", "window=1.5"), "allowed is a whole number"),
     (("--set", "window=nan"), "allowed is a whole number"),
-    (("--set", "window="), "allowed is a whole number"),
+    (("--set", "eps="), "a finite number above 0"),
     (("--set", "window=99999999999999999999"), "allowed is a whole number"),
     (("--set", "=3"), "the form is --set name=value"),
     (("--set", ""), "the form is --set name=value"),

@@ -9,9 +9,10 @@ from approx.checkpoints import checkpoint
 from approx.checkpoints.history import Base, Conversion, Receipt, Training
 from approx.conversion import convert
 from approx.planning.plan import Plan, Rule
+from forms import ELU
 from tiny_study import tiny_checkpoint
 
-PLAN = Plan((Rule("improved-clustered", "all", {"clusters": 4}), Rule("linear", "1")))
+PLAN = Plan((Rule("improved-clustered", "all", {"clusters": 4}), Rule("linear", "1", ELU)))
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +82,10 @@ def test_card_has_cautions_and_the_whole_history(converted):
     text = ModelCard.load(converted / "README.md").text
     assert "- Its quality and speed were not measured here" in text
     assert "nearly broken until it is fine-tuned" in text
-    assert "`improved-clustered` (clusters = 4) on layers all; `linear` on layers 1. Calibration: built-in" in text
+    assert (
+        "`improved-clustered` (clusters = 4) on layers all; `linear` (feature_map = elu, window = 0, features = 0, gate = False) on layers 1. Calibration: built-in"
+        in text
+    )
 
 
 def test_card_escapes_markup_in_the_history():

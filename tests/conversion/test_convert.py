@@ -16,11 +16,12 @@ from approx.conversion import convert, surgery, verify
 from approx.errors import ApproxError, Exit
 from approx.mechanisms import MECHANISMS
 from approx.planning.plan import Plan, Rule
+from forms import ELU
 from tiny_classifier import tiny_model, tiny_tokenizer
 from tiny_speech import recogniser, speech_processor
 from zoo import FAMILIES, OTHER_HEADS, UNNAMED, difference, outputs, tiny
 
-PLAN = Plan((Rule("improved-clustered", "all", {"clusters": 4}), Rule("linear", "1")))
+PLAN = Plan((Rule("improved-clustered", "all", {"clusters": 4}), Rule("linear", "1", ELU)))
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +219,7 @@ def test_the_checks_hold_on_every_family(architecture, tmp_path):
 def test_experts_pass_every_check_and_are_stored_unchanged(tmp_path):
     # Stock files hold experts separately, but the model and the converted folder hold them in one tensor.
     tiny("MixtralForCausalLM").save_pretrained(tmp_path / "base")
-    receipt = convert.convert(tmp_path / "base", tmp_path / "converted", Plan.of("linear"))
+    receipt = convert.convert(tmp_path / "base", tmp_path / "converted", Plan.of("linear", **ELU))
     assert {check.name: check.passed for check in receipt.checks}["reload without approx is bit-equal"]
     convert.revert(tmp_path / "converted", tmp_path / "reverted")
     first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "reverted"))
@@ -230,7 +231,7 @@ def test_experts_pass_every_check_and_are_stored_unchanged(tmp_path):
 def test_exact_limit_raises_no_warnings_about_speed(caplog):
     caplog.set_level("INFO", "approx_kernels")
     # C runs the plan, which has no window, but not the wide window of the exact limit.
-    assert verify.exact_limit(tiny("BertModel"), Plan.of("linear")).passed
+    assert verify.exact_limit(tiny("BertModel"), Plan.of("linear", **ELU)).passed
     assert not [line for line in caplog.messages if "plain PyTorch" in line]
 
 

@@ -17,6 +17,7 @@ from approx.mechanisms import MECHANISMS
 from approx.planning.anatomy import anatomy
 from approx.planning.plan import Plan, Rule
 from approx.planning.positions import example_inputs
+from forms import ELU
 from zoo import FAMILIES, OTHER_HEADS, UNNAMED, difference, exact_plan, outputs, tiny
 
 TOKEN_FAMILIES = [name for name in FAMILIES if not name.startswith(("Wav2Vec2", "Hubert", "ViT", "Whisper"))]
@@ -110,11 +111,10 @@ def test_every_form_of_padding_is_honoured(data):
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_revert_gives_the_base_back_to_the_last_bit(architecture):
     model = tiny(architecture)
-    mechanism = "linear"
     kind, config, implementation = type(model), model.config.to_dict(), model.config._attn_implementation
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     before = outputs(model)
-    surgery.convert(model, Plan.of(mechanism))
+    surgery.convert(model, Plan.of("linear", **ELU))
     assert difference(outputs(model), before) > 0
     assert families.is_converted(model)
     surgery.revert(model)
@@ -159,7 +159,7 @@ def gradients(model, inputs):
 def test_gradients_flow_and_checkpointing_gives_the_same_ones(architecture):
     model = tiny(architecture)
     inputs = example_inputs(model, 12)
-    surgery.convert(model, Plan((Rule("local", "all", {"left": 3, "right": 3}), Rule("linear", "0"))))
+    surgery.convert(model, Plan((Rule("local", "all", {"left": 3, "right": 3}), Rule("linear", "0", ELU))))
     model.train()
     plain = gradients(model, inputs)
     assert all(bool(torch.isfinite(grad).all()) for grad in plain.values())
@@ -231,7 +231,7 @@ def test_exact_below_is_decided_for_each_call():
     model = tiny("BertModel")
     short, long = example_inputs(model, 15), example_inputs(model, 16)
     before = outputs(model, short), outputs(model, long)
-    surgery.convert(model, Plan.of("linear", exact_below=16))
+    surgery.convert(model, Plan.of("linear", exact_below=16, **ELU))
     assert difference(outputs(model, short), before[0]) < 1e-6
     assert difference(outputs(model, long), before[1]) > 1e-4
 

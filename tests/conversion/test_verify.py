@@ -24,7 +24,7 @@ def made(tmp_path_factory):
     torch.manual_seed(0)
     tiny_model(2, ["bad", "good"]).save_pretrained(folder / "base")
     tiny_tokenizer().save_pretrained(folder / "base")
-    convert.convert(folder / "base", folder / "converted", Plan.of("performer"))
+    convert.convert(folder / "base", folder / "converted", Plan.of("performer", **MECHANISMS["performer"].published))
     return folder
 
 

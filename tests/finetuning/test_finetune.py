@@ -460,7 +460,7 @@ def test_weights_that_score_worse_than_those_before_training_are_not_kept(sst2, 
     ("scores", "kept"), [([0.5, 0.9, 0.6, 0.7], True), ([0.5, 0.9, 0.5, 0.7], True), ([0.5, 0.9, 0.4, 0.7], False)]
 )
 def test_mechanisms_are_fitted_to_training_inputs_unless_they_score_worse(scores, kept, sst2, tmp_path, monkeypatch):
-    model = model_of("performer", features=8)
+    model = model_of("performer", features=8, window=2)
     converted_, seen = copy.deepcopy(model.state_dict()), []
     values = iter(scores)
     monkeypatch.setattr("approx.finetuning.finetune._measure", lambda *words: Measure("f1", False, values.__next__))
@@ -488,7 +488,7 @@ def test_mechanisms_are_fitted_to_training_inputs_unless_they_score_worse(scores
     assert all(".mechanism." in name for name in changed)
     # It is not fitted again when it goes on, and ends as it was fitted where no step is better.
     monkeypatch.setattr("approx.finetuning.finetune._measure", lambda *words: Measure("f1", False, lambda: 0.1))
-    done = trained(again := model_of("performer", features=8), tmp_path / "work", options, resume=True)
+    done = trained(again := model_of("performer", features=8, window=2), tmp_path / "work", options, resume=True)
     assert len(seen) == 1
     assert all(torch.equal(x, start[name]) for name, x in again.state_dict().items())
     assert done.fitted == ("16 training inputs" if kept else None)
@@ -500,11 +500,11 @@ def test_mechanisms_are_fitted_to_training_inputs_unless_they_score_worse(scores
 
 def test_mechanisms_that_cannot_be_fitted_to_training_inputs_stay_as_they_were_converted(sst2, tmp_path, monkeypatch):
     def fail(model: Any, inputs: Any) -> None:
-        model.bert.encoder.layer[0].attention.self.mechanism.projection.zero_()
+        model.bert.encoder.layer[0].attention.self.mechanism.projection.data.zero_()
         raise ApproxError("The calibration batch did not reach 1 layers.")
 
     monkeypatch.setattr(finetuning, "calibrate", fail)
-    done = trained(model := model_of("performer", features=8), tmp_path / "work", options_of(sst2, steps=1))
+    done = trained(model := model_of("performer", features=8, window=2), tmp_path / "work", options_of(sst2, steps=1))
     assert done.fitted is None
     assert "They cannot be fitted to 16 training inputs: The calibration batch did not reach" in done.notes[0]
     assert model.bert.encoder.layer[0].attention.self.mechanism.projection.abs().max() > 0

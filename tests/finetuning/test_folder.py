@@ -21,6 +21,7 @@ from approx.finetuning.finetune import Healing, _remember, finetune_folder, rehe
 from approx.finetuning.options import FinetuneStage
 from approx.finetuning.trainer import Interrupted
 from approx.planning.plan import Plan
+from forms import HEDGEHOG
 from tiny_classifier import tiny_tokenizer
 from tiny_study import tiny_checkpoint
 
@@ -31,7 +32,7 @@ ROWS = [f"{word} the film is\t{label}" for word, label in [("good", 1), ("bad", 
 def study(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("finetuning")
     tiny_checkpoint(folder / "base")
-    convert(folder / "base", folder / "converted", Plan.of("linear", feature_map="hedgehog", window=1))
+    convert(folder / "base", folder / "converted", Plan.of("linear", **{**HEDGEHOG, "window": 1}))
     (folder / "SST-2").mkdir()
     (folder / "SST-2" / "train.tsv").write_text("\n".join(["sentence\tlabel", *ROWS]) + "\n", encoding="utf-8")
     return folder

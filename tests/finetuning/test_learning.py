@@ -85,6 +85,7 @@ def test_speech_is_learnt_and_counted_in_frames(tmp_path):
     options = FinetuneStage(
         task="librispeech/train-clean-100",
         data=str(tmp_path),
+        recover=["task"],
         steps=6,
         batch_size=2,
         learning_rate=3e-3,

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.utils.generic import ModelOutput
 
+import forms
 from approx.conversion import surgery
 from approx.conversion.calibration import mechanisms
 from approx.finetuning.options import Distillation
@@ -26,7 +27,7 @@ from approx.planning.positions import example_inputs
 from approx.seam.observe import observe
 from zoo import tiny
 
-HEDGEHOG = {"feature_map": "hedgehog", "window": 2}
+HEDGEHOG = {**forms.HEDGEHOG, "window": 2}
 
 
 def converted(architecture: str, mechanism: str = "linear", **settings):

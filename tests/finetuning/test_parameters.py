@@ -19,6 +19,7 @@ from approx.finetuning.trainer import (
 )
 from approx.planning.plan import Plan
 from approx.planning.positions import example_inputs
+from forms import HEDGEHOG
 from zoo import tiny
 
 BLOCKS = {
@@ -57,7 +58,7 @@ def test_the_layers_of_an_attention_block_are_those_that_run_around_it(architect
 
 def test_trains_the_chosen_parameters_and_always_the_mechanisms():
     model = tiny("BertForSequenceClassification")
-    surgery.convert(model, Plan.of("linear", feature_map="hedgehog"))
+    surgery.convert(model, Plan.of("linear", **HEDGEHOG))
     of_mechanisms, inputs = set(mechanism_parameters(model)), sample(model)
     assert len(of_mechanisms) == 6
     everything = {name for name, _ in model.named_parameters()}
@@ -84,7 +85,7 @@ def test_refuses_to_train_a_missing_head():
 def test_adapters_change_nothing_at_first_and_are_merged_without_a_trace(architecture):
     pytest.importorskip("peft")
     model = tiny(architecture)
-    surgery.convert(model, Plan.of("linear", feature_map="hedgehog"))
+    surgery.convert(model, Plan.of("linear", **HEDGEHOG))
     inputs, keys = sample(model), set(model.state_dict())
     with torch.inference_mode():
         first = model(**inputs)[0]
@@ -154,7 +155,7 @@ def test_projections_make_transfer_possible_without_parameters_of_a_mechanism():
 def test_default_modes_fit_mechanisms_first_where_possible():
     exact, local, learned = (tiny("BertForSequenceClassification") for _ in range(3))
     surgery.convert(local, Plan.of("local"))
-    surgery.convert(learned, Plan.of("linear", feature_map="hedgehog"))
+    surgery.convert(learned, Plan.of("linear", **HEDGEHOG))
     for text, causal, last in ((False, False, "task"), (True, False, "mlm"), (True, True, "clm")):
         assert default_modes(exact, text=text, causal=causal, taught=False) == [last]
         assert default_modes(local, text=text, causal=causal, taught=False) == ["distill"]

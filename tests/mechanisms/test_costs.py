@@ -5,6 +5,7 @@ import torch
 
 from approx.mechanisms import MECHANISMS
 from approx.mechanisms.lsh import LshAttention
+from forms import plain
 
 HEADS, SIZE, LENGTH = 2, 8, 256
 # Mechanism, whether causal, settings, keys per query for 256 queries, averaged over heads; blocks hold 64 queries.
@@ -114,7 +115,7 @@ NUMBERS = [
 
 
 def make(name, causal, settings):
-    return MECHANISMS[name](HEADS, SIZE, causal=causal, scale=0.5, **settings)
+    return MECHANISMS[name](HEADS, SIZE, causal=causal, scale=0.5, **plain(name, settings))
 
 
 @pytest.mark.parametrize(("name", "causal", "settings", "keys"), KEYS)

@@ -5,6 +5,7 @@ import torch
 
 from approx.mechanisms import MECHANISMS
 from approx.mechanisms.linear import LinearAttention
+from forms import plain
 
 FORMS = [
     pytest.param(name, causal, id=f"{name}-{'causal' if causal else 'bidirectional'}")
@@ -51,15 +52,12 @@ def test_the_exact_limit_is_exact_for_the_real_queries_of_fewer_than_there_are_k
     torch.testing.assert_close(limit(q, k, v, mask) * real, exact(q, k, v, mask) * real, atol=1e-5, rtol=1e-5)
 
 
-def test_performer_never_is_exact():
-    assert MECHANISMS["performer"].exact_settings(10) is None
-
-
 @pytest.mark.parametrize("feature_map", ["elu", "relu", "softmax", "t2r", "hedgehog"])
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 def test_a_window_over_everything_leaves_nothing_to_any_feature_map(feature_map, causal):
     q, k, v = torch.randn(3, 2, 3, 130, 16).unbind()
-    linear = LinearAttention(3, 16, causal=causal, scale=0.25, feature_map=feature_map, window=130)
+    settings = plain("linear", {"feature_map": feature_map, "window": 130})
+    linear = LinearAttention(3, 16, causal=causal, scale=0.25, **settings)
     exact = MECHANISMS["full"](3, 16, causal=causal, scale=0.25)
     torch.testing.assert_close(linear(q, k, v), exact(q, k, v), atol=1e-5, rtol=1e-5)
 

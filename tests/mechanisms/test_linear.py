@@ -6,10 +6,11 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from approx.mechanisms.linear import LinearAttention
+from forms import plain
 
 
 def make(*, causal, **settings):
-    return LinearAttention(2, 8, causal=causal, scale=0.25, **settings)
+    return LinearAttention(2, 8, causal=causal, scale=0.25, **plain("linear", settings))
 
 
 def recurrent(q, k, v, eps=1e-6):
@@ -143,7 +144,7 @@ def test_nothing_is_as_large_as_all_pairs(causal, settings):
                 largest = max(largest, tensor.numel() if isinstance(tensor, torch.Tensor) else 0)
             return out
 
-    mechanism = LinearAttention(1, 4, causal=causal, scale=0.5, **settings)
+    mechanism = LinearAttention(1, 4, causal=causal, scale=0.5, **plain("linear", settings))
     with Sizes():
         mechanism(q, k, v)
     assert largest < length * length / 16

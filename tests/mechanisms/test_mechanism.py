@@ -33,15 +33,30 @@ DEFAULTS = {
         "frozen": False,
         "chunk": 256,
     },
-    "linear": {"feature_map": "elu", "eps": 1e-6, "scale_inputs": False, "window": 0},
+    "linear": {
+        "feature_map": "hedgehog",
+        "eps": 1e-6,
+        "scale_inputs": False,
+        "window": None,
+        "sinks": None,
+        "global_tokens": "auto",
+        "separator": None,
+        "features": None,
+        "gate": True,
+    },
     "performer": {
-        "features": 256,
+        "features": 64,
         "orthogonal": True,
         "kernel": "softmax",
         "estimator": "aderf",
         "floor": None,
         "seed": 0,
         "redraw_every": 0,
+        "window": None,
+        "sinks": None,
+        "global_tokens": "auto",
+        "separator": None,
+        "learned": True,
     },
     "exact-topk": {"topk": 32},
     "local": {"left": 128, "right": 128},
@@ -147,7 +162,12 @@ def make(name, heads=2, head_dim=8, **settings):
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_settings_are_the_keywords_of_the_constructor(name):
     mechanism = make(name)
-    assert MECHANISMS[name].defaults() == mechanism.settings == DEFAULTS[name]
+    assert MECHANISMS[name].defaults() == DEFAULTS[name]
+    # A default of None may stand for a number that follows from the form.
+    assert mechanism.settings.keys() == DEFAULTS[name].keys()
+    assert {(key, repr(value)) for key, value in DEFAULTS[name].items() if value is not None} <= {
+        (key, repr(value)) for key, value in mechanism.settings.items()
+    }
     again = make(name, **mechanism.settings)
     assert again.settings == mechanism.settings
 

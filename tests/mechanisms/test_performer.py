@@ -10,6 +10,7 @@ from approx.mechanisms.exact import FullAttention
 from approx.mechanisms.performer import PerformerAttention
 from approx.planning.plan import Plan
 from approx.seam.dispatch import build
+from forms import plain
 from zoo import tiny
 
 SIZE = 32
@@ -19,7 +20,7 @@ FEATURES = [64, 128, 256, 512, 1024, 2048, 4096]
 def make(*, causal=False, **settings):
     """Features only, unless the settings say otherwise."""
     settings = {"estimator": "positive", "floor": 0.0} | settings
-    return PerformerAttention(2, SIZE, causal=causal, scale=SIZE**-0.5, **settings)
+    return PerformerAttention(2, SIZE, causal=causal, scale=SIZE**-0.5, **plain("performer", settings))
 
 
 def drawn(norm, *, length=64):

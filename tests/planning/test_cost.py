@@ -9,6 +9,7 @@ from approx.planning.anatomy import anatomy
 from approx.planning.cost import Cost, predict
 from approx.planning.plan import Plan
 from approx.planning.positions import example_inputs
+from forms import ELU
 from zoo import FAMILIES, UNNAMED, tiny
 
 
@@ -50,7 +51,7 @@ def test_the_whole_forward_pass_is_accounted_for(architecture):
 
 def test_linear_attention_is_cheaper_where_inputs_are_long():
     layout = facts("BertModel")
-    short, long = predict(layout, Plan.of("linear").resolve(layout), [4, 4096])
+    short, long = predict(layout, Plan.of("linear", **ELU).resolve(layout), [4, 4096])
     assert short.speedup < 1.01
     assert long.speedup > 5
     assert long.memory_planned < predict(layout, Plan.of("full").resolve(layout), [4096])[0].memory_planned
@@ -59,14 +60,14 @@ def test_linear_attention_is_cheaper_where_inputs_are_long():
 
 def test_a_plan_for_some_layers_costs_something_in_between():
     layout = facts("BertModel")
-    (one,) = predict(layout, Plan.of("linear", layers="0").resolve(layout), [4096])
-    (all_,) = predict(layout, Plan.of("linear").resolve(layout), [4096])
+    (one,) = predict(layout, Plan.of("linear", layers="0", **ELU).resolve(layout), [4096])
+    (all_,) = predict(layout, Plan.of("linear", **ELU).resolve(layout), [4096])
     assert 1 < one.speedup < all_.speedup
 
 
 def test_exact_below_is_counted_as_exact_attention():
     layout = facts("BertModel")
-    below, above = predict(layout, Plan.of("linear", exact_below=1000).resolve(layout), [999, 1000])
+    below, above = predict(layout, Plan.of("linear", exact_below=1000, **ELU).resolve(layout), [999, 1000])
     assert below.speedup == 1.0
     assert above.speedup > 1.0
 

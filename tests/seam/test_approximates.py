@@ -5,6 +5,7 @@ import torch
 
 from approx.conversion import surgery
 from approx.planning.plan import Plan, Rule
+from forms import ELU
 from zoo import tiny
 
 LENGTHS = (30, 17, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1)
@@ -15,7 +16,7 @@ PLANS = {
     "clustered": Plan.of("clustered", clusters=5),
     "lsh": Plan.of("lsh", cluster=6, rounds=1),
     "never": Plan.of("exact"),
-    "always but for one token": Plan.of("linear"),
+    "always but for one token": Plan.of("linear", **ELU),
     "one layer": Plan.of("local", "2", left=2, right=2),
     "the earliest layer counts": Plan(
         (Rule("local", "0", {"left": 20, "right": 20}), Rule("local", "1", {"left": 4, "right": 4}))

@@ -13,12 +13,16 @@ from approx.planning.cost import predict
 from approx.planning.plan import Plan, Rule
 from approx.planning.positions import example_inputs
 from approx.seam.dispatch import build
-from forms import KINDS, SMALL
+from forms import ELU, KINDS, SMALL
 from zoo import difference, outputs, tiny
 
 # Of the four heads of the tiny models 0 and 2 are local, 1 stays exact and 3 is linear.
 MIXED = Plan(
-    (Rule("local", heads="0-2", settings={"left": 2, "right": 1}), Rule("sdpa", heads="1"), Rule("linear", heads="-1"))
+    (
+        Rule("local", heads="0-2", settings={"left": 2, "right": 1}),
+        Rule("sdpa", heads="1"),
+        Rule("linear", heads="-1", settings=ELU),
+    )
 )
 
 
@@ -39,7 +43,7 @@ def test_each_group_of_heads_attends_by_itself(causal):
     mask = torch.ones(2, 12, dtype=torch.bool)
     mask[1, 9:] = False
     joined, weights = groups(q, k, v, mask), groups.weights(q, k, mask)
-    each = {"local": ([0, 2], {"left": 2, "right": 1}), "sdpa": ([1], {}), "linear": ([3], {})}
+    each = {"local": ([0, 2], {"left": 2, "right": 1}), "sdpa": ([1], {}), "linear": ([3], ELU)}
     for name, (heads, settings) in each.items():
         alone = MECHANISMS[name](len(heads), 8, causal=causal, scale=groups.scale, **settings)
         torch.testing.assert_close(joined[:, heads], alone(q[:, heads], k[:, heads], v[:, heads], mask))
@@ -91,8 +95,8 @@ def test_groups_of_heads_pass_the_checks_and_come_back_from_their_folder(archite
     [
         MIXED,
         # Every group has a bounded state, of the same kind or of two kinds.
-        Plan((Rule("local", settings={"left": 3}), Rule("linear", heads="1,3"))),
-        Plan((Rule("linear"), Rule("performer", heads="0", settings={"features": 16}))),
+        Plan((Rule("local", settings={"left": 3}), Rule("linear", heads="1,3", settings=ELU))),
+        Plan((Rule("linear", settings=ELU), Rule("performer", heads="0", settings={"features": 16}))),
     ],
     ids=["on a cache", "ring and recurrent", "recurrent"],
 )
@@ -116,7 +120,7 @@ def test_a_compiled_layer_of_groups_gives_the_same():
 def test_the_cost_of_groups_is_that_of_their_heads():
     layout = anatomy(tiny("BertModel").config, transformers.BertModel)
     half, none, whole = (
-        predict(layout, Plan.of("linear", heads=heads, exact_below=below).resolve(layout), [1000])[0]
+        predict(layout, Plan.of("linear", heads=heads, exact_below=below, **ELU).resolve(layout), [1000])[0]
         for heads, below in (("0,2", 0), ("0,2", 2000), ("all", 0))
     )
     assert half.flops_planned == (whole.flops_planned + half.flops_exact) / 2
@@ -127,7 +131,7 @@ def test_a_short_input_leaves_no_trace_in_a_long_one():
     model = tiny("BertModel")
     short, long = example_inputs(model, 10), example_inputs(model, 30)
     exact = outputs(model, short), outputs(model, long)
-    plan = Plan((Rule("linear", "0-1", exact_below=20), Rule("linear", "2", heads="0-1", exact_below=20)))
+    plan = Plan((Rule("linear", "0-1", ELU, exact_below=20), Rule("linear", "2", ELU, heads="0-1", exact_below=20)))
     surgery.convert(model, plan)
     assert difference(outputs(model, short), exact[0]) < 1e-6
     first = outputs(model, long)
@@ -138,10 +142,18 @@ def test_a_short_input_leaves_no_trace_in_a_long_one():
 
 def test_each_group_of_heads_has_its_own_limit():
     model = tiny("BertModel")
-    plan = Plan((Rule("linear", heads="0", exact_below=8), Rule("linear", heads="2", exact_below=20)))
+    plan = Plan(
+        (
+            Rule("linear", heads="0", exact_below=8, settings=ELU),
+            Rule("linear", heads="2", exact_below=20, settings=ELU),
+        )
+    )
     surgery.convert(model, plan)
     (groups, *_) = mechanisms(model)
-    exact, linear = (MECHANISMS[name](4, 8, causal=False, scale=groups.scale) for name in ("sdpa", "linear"))
+    exact, linear = (
+        MECHANISMS[name](4, 8, causal=False, scale=groups.scale, **MECHANISMS[name].published)
+        for name in ("sdpa", "linear")
+    )
     for length, swapped in ((7, []), (8, [0]), (19, [0]), (20, [0, 2])):
         q, k, v = draw(length=length)
         expected = exact(q, k, v)

@@ -50,7 +50,7 @@ def test_windows_as_long_as_the_input_are_tried_only_by_name():
 
 def test_feature_maps_are_tried_only_after_fitting_or_by_name():
     fitted = [one.name for one in named(heal="transfer", length=1024) if one.name.startswith("linear")]
-    assert fitted == ["linear feature_map=hedgehog", "linear feature_map=hedgehog 64"]
+    assert fitted == ["linear", "linear 64"]
     assert [one.rule.settings for one in named(mechanisms="linear")] == list(MECHANISMS["linear"].candidates)
 
 

@@ -12,11 +12,12 @@ from approx.searching import search
 from approx.searching.cost import Candidate, Composer, Judge
 from approx.searching.options import SearchStage
 from approx.searching.search import _training_data, fit
+from forms import HEDGEHOG
 from tiny_classifier import WORDS
 
 from .conftest import CANDIDATES
 
-HEDGEHOG = Candidate("linear feature_map=hedgehog", Rule("linear", settings={"feature_map": "hedgehog"}))
+CANDIDATE = Candidate("linear feature_map=hedgehog", Rule("linear", settings=HEDGEHOG))
 
 
 @pytest.fixture
@@ -52,10 +53,10 @@ def test_mechanisms_come_nearer_and_are_read_back_by_the_next_search(judge, base
 
     def fitted(file):
         composer = Composer(base, facts)
-        running = {one.name: composer.make(composer.everywhere(one)).model for one in (CANDIDATES[0], HEDGEHOG)}
-        before = judge.measure(running[HEDGEHOG.name], judge.search).divergence
+        running = {one.name: composer.make(composer.everywhere(one)).model for one in (CANDIDATES[0], CANDIDATE)}
+        before = judge.measure(running[CANDIDATE.name], judge.search).divergence
         fit(composer, judge, running, file, "about", 0, lambda *words: reported.append(words))
-        return composer, running[HEDGEHOG.name], before
+        return composer, running[CANDIDATE.name], before
 
     file = tmp_path / "out" / "fitted.safetensors"
     composer, model, before = fitted(file)
@@ -63,7 +64,7 @@ def test_mechanisms_come_nearer_and_are_read_back_by_the_next_search(judge, base
     assert reported[-1] == (12, 12)
     assert [done for done, _ in reported] == sorted(done for done, _ in reported)
     # Local windows have nothing to fit.
-    assert composer.fitted.keys() == {(layer, HEDGEHOG.name) for layer in range(3)}
+    assert composer.fitted.keys() == {(layer, CANDIDATE.name) for layer in range(3)}
     assert all(parameter.requires_grad for parameter in model.parameters())
     assert not model.training
     assert len(load_file(file)) == sum(len(state) for state in composer.fitted.values())
@@ -72,17 +73,17 @@ def test_mechanisms_come_nearer_and_are_read_back_by_the_next_search(judge, base
     assert reported == []
     for (layer, _), state in again.fitted.items():
         for name, value in state.items():
-            assert torch.equal(value, composer.fitted[layer, HEDGEHOG.name][name])
+            assert torch.equal(value, composer.fitted[layer, CANDIDATE.name][name])
             assert torch.equal(mechanisms(other)[layer].state_dict()[name], value)
 
 
 def test_rejects_a_damaged_file_of_fitted_mechanisms_and_that_of_another_search(judge, base, facts, tmp_path):
-    file, site = tmp_path / "fitted.safetensors", f"{HEDGEHOG.name}/0/"
+    file, site = tmp_path / "fitted.safetensors", f"{CANDIDATE.name}/0/"
     composer = Composer(base, facts)
-    running = {HEDGEHOG.name: composer.make(composer.everywhere(HEDGEHOG)).model}
+    running = {CANDIDATE.name: composer.make(composer.everywhere(CANDIDATE)).model}
     state = {
-        f"{HEDGEHOG.name}/{layer}/{key}": value.clone()
-        for layer, one in enumerate(mechanisms(running[HEDGEHOG.name]))
+        f"{CANDIDATE.name}/{layer}/{key}": value.clone()
+        for layer, one in enumerate(mechanisms(running[CANDIDATE.name]))
         for key, value in one.state_dict().items()
     }
     whole = save(state, {"about": "a"})
@@ -125,7 +126,7 @@ def test_fits_on_the_text_that_compares_plans_and_not_on_that_of_the_proof(base,
         (tmp_path / f"{name}.txt").write_text(" ".join(text), encoding="utf-8")
         stage = SearchStage(length=24, budget="kl<=1", text=str(tmp_path / f"{name}.txt"), examples=6)
         composer = Composer(base, facts)
-        running = {HEDGEHOG.name: composer.make(composer.everywhere(HEDGEHOG)).model}
+        running = {CANDIDATE.name: composer.make(composer.everywhere(CANDIDATE)).model}
         reported: list[tuple[int, int]] = []
         file = tmp_path / f"{name}.safetensors"
         fit(composer, Judge(base, stage, 0), running, file, "about", 0, lambda *at: reported.append(at))

@@ -19,6 +19,7 @@ from approx.searching.options import SearchStage
 from approx.searching.outcome import Proof
 from approx.searching.search import FITTED, MEASURED, SENSITIVITIES, Search, facts_of
 from approx.tasks.metrics import METRICS
+from forms import HEDGEHOG
 
 from .conftest import CANDIDATES
 
@@ -368,7 +369,7 @@ def test_a_plan_that_fails_a_check_is_not_verified(searching, monkeypatch, name)
 def test_a_fit_of_another_search_or_a_damaged_one_is_refused(searching):
     options = {
         "budget": "kl<=9",
-        "candidates": [Rule("linear", settings={"feature_map": "hedgehog"})],
+        "candidates": [Rule("linear", settings=HEDGEHOG)],
         "heal": "transfer",
     }
     for seed, text, message, code in (
@@ -520,9 +521,7 @@ def test_proves_a_task_on_other_examples(base, sentences, clock, tmp_path):
 
 def test_mechanisms_are_fitted_before_they_are_measured(searching, base, monkeypatch):
     monkeypatch.setattr(search, "_STEPS", 8)
-    made = searching(
-        budget="kl<=9", candidates=[Rule("linear", settings={"feature_map": "hedgehog"})], front=0, heal="transfer"
-    )
+    made = searching(budget="kl<=9", candidates=[Rule("linear", settings=HEDGEHOG)], front=0, heal="transfer")
     made.damages()
     (linear,) = made.candidates
     assert (made.folder / FITTED).is_file()

@@ -277,23 +277,23 @@ def _decoded(name: str, value: Any) -> Any:
         return value
     if "kind" in value:
         settings = {key: _decoded(f"{name} {key}", each) for key, each in value.items()}
-        return lambda tokens: _pattern(tokens, **settings)
+        return lambda count: _pattern(count, **settings)
     if "shape" in value:
         return _tensor(name, value)
     return {key: _decoded(f"{name} {key}", each) for key, each in value.items()}
 
 
-def _pattern(tokens: int, kind: str, **settings: Any) -> masks.Pattern:
+def _pattern(count: int, /, kind: str, **settings: Any) -> masks.Pattern:
     if settings.get("stride") == "root":
-        settings["stride"] = root_above(tokens)
+        settings["stride"] = root_above(count)
     if isinstance(settings.get("tokens"), list):
         settings["tokens"] = tuple(settings["tokens"])
-    if "draws" in settings:
-        check_least("block", settings.get("size"), 1)
-        blocks = -(-tokens // settings["size"])
-        settings["lists"] = bigbird_lists(blocks, settings.pop("draws"), settings.pop("compatible", False))
     kinds = {each.__name__: each for each in masks.Pattern.__subclasses__()}
     try:
+        if "draws" in settings:
+            check_least("block", settings.get("size"), 1)
+            blocks = -(-count // settings["size"])
+            settings["lists"] = bigbird_lists(blocks, settings.pop("draws"), settings.pop("compatible", False))
         return kinds[kind](**settings)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{kind} is no pattern with these settings: {error}") from error

@@ -46,7 +46,7 @@ class KeyLists(ctypes.Structure):
 class KeyListsBackward(ctypes.Structure):
     """`backward_problem` of key_lists/backward.c."""
 
-    _fields_ = (("all", KeyLists), *_fields(Rows, "grad dq dk dv"), *_fields(_POINTER, "dspans dtotals"))
+    _fields_ = (("all", KeyLists), *_fields(Rows, "grad dq dk dv"), *_fields(_POINTER, "dspans dtotals dlse"))
 
 
 class Clustered(ctypes.Structure):
@@ -91,7 +91,7 @@ class Linear(ctypes.Structure):
     _fields_ = (
         *_fields(_INTEGER, "batch heads length keys size features values sets causal map bf16 threads"),
         *_fields(Rows, "q k v out"),
-        *_fields(_POINTER, "mask sums tops rows offsets norms"),
+        *_fields(_POINTER, "mask sums tops rows offsets norms bases"),
         *_fields(_FLOAT, "input_scale eps floor"),
     )
 

@@ -95,16 +95,17 @@ def attend_lists(
     return attend(q, k, v, *lists, before, scale, ramp, 0.0 if itself else -1.0, dropout)[0]
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *problem: Any, totals: bool = False) -> tuple[Tensor, Tensor]:
-    """Outputs, and optionally their normalisers relative to the largest weight of each query, [B, H, L] in float32.
+def attend(q: Tensor, k: Tensor, v: Tensor, *problem: Any, totals: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs, logarithms of their normalisers, [B, H, L] in float32, and optionally these normalisers relative to the largest
+    weight of each query.
 
     If several keys have the largest weight, only one of them gets its gradient.
     """
     dropout = problem[-1]
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k.to(q.dtype), v.to(q.dtype)))
     with without_autocast("cpu"):
-        out, _, relative = _attend(q, k, v, *problem, draw_seed(dropout), totals)
-    return out.to(q.dtype), relative
+        out, lse, relative = _attend(q, k, v, *problem, draw_seed(dropout), totals)
+    return out.to(q.dtype), lse, relative
 
 
 def _parts(query_order: Tensor | None) -> int:
@@ -132,6 +133,7 @@ def _empty(
 def _empty_gradients(
     grad: Tensor,
     grad_totals: Any,
+    grad_lse: Any,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -151,14 +153,16 @@ def _empty_gradients(
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     ctx.rest = inputs[-7:-1]
     ctx.save_for_backward(*inputs[:-7], *output)
-    ctx.mark_non_differentiable(output[1])
 
 
-def _gradients(ctx: Any, grad: Tensor, _: Any, grad_totals: Tensor | None) -> tuple[Tensor | None, ...]:
+def _gradients(
+    ctx: Any, grad: Tensor, grad_lse: Tensor | None, grad_totals: Tensor | None
+) -> tuple[Tensor | None, ...]:
     *tensors, out, lse, totals = ctx.saved_tensors
     q, spans = tensors[0], tensors[-1]
     grad_totals = grad_totals.contiguous() if totals.numel() and grad_totals is not None else None
-    made = _attend_backward(grad.to(q.dtype), grad_totals, *tensors, out.to(q.dtype), lse, totals, *ctx.rest)
+    grad_lse = None if grad_lse is None else grad_lse.contiguous()
+    made = _attend_backward(grad.to(q.dtype), grad_totals, grad_lse, *tensors, out.to(q.dtype), lse, totals, *ctx.rest)
     dq, dk, dv, dspans = made
     dk, dv = summed(dk, tensors[1].shape[1]), summed(dv, tensors[2].shape[1])
     return dq.to(q.dtype), dk, dv, *[None] * 9, None if spans is None else dspans.sum(0), *[None] * 7
@@ -168,6 +172,7 @@ def _gradients(ctx: Any, grad: Tensor, _: Any, grad_totals: Tensor | None) -> tu
 def _attend_backward(
     grad: Tensor,
     grad_totals: Tensor | None,
+    grad_lse: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -193,11 +198,12 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     lists = key_mask, own, starts, first, entries, query_order, key_order, stretches, places
-    made = _empty_gradients(grad, grad_totals, q, k, v, *lists)
+    made = _empty_gradients(grad, grad_totals, grad_lse, q, k, v, *lists)
     problem = _problem(q, k, v, out, *lists, lse, totals, spans, before, scale, ramp, itself, dropped(dropout, seed))
     dq, dk, dv, dspans = made
     rows = *rows_of(grad), *rows_of(dq), *rows_of(dk, dv)
-    written = address(dspans, torch.float32, *q.shape[:2]), address(grad_totals, torch.float32, *q.shape[:3])
+    asked = (address(each, torch.float32, *q.shape[:3]) for each in (grad_totals, grad_lse))
+    written = address(dspans, torch.float32, *q.shape[:2]), *asked
     call("key_lists/backward.c", "backward", KeyListsBackward(problem, *rows, *written))
     return made
 

@@ -36,9 +36,9 @@ def linear_batch(
     rows: Tensor | None = None,
     offsets: Tensor | None = None,
     floor: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    """Attend: outputs, and normalisers with eps, [B, H, L] in float32. The backward pass stores only the inputs and
-    recomputes their features.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attend: outputs, normalisers with eps, [B, H, L] in float32, and the logarithms of what these are relative to, which are 0
+    except for the map `exp`, and are not differentiated. The backward pass stores only the inputs and recomputes their features.
 
     With random rows w, [F, D] or per head [H, F, D], features are `relu(w.x) + floor`, or for the map `exp`
     exp(w.x - |x|^2 / 2), those of queries times exponentials of the offsets, which have the shape of rows without D.
@@ -49,10 +49,12 @@ def linear_batch(
     blind = max(q.shape[2] - k.shape[2], 0) if causal else 0
     with without_autocast("cpu"):
         rows, offsets = _whole(rows), _whole(offsets)
-        out, norms = _attend(
+        out, norms, bases = _attend(
             q[:, :, blind:], k, v, key_mask, rows, offsets, causal, feature_map, input_scale, eps, floor
         )
-    return (F.pad(out, (0, 0, blind, 0)), F.pad(norms, (blind, 0), value=eps)) if blind else (out, norms)
+    if blind:
+        return F.pad(out, (0, 0, blind, 0)), F.pad(norms, (blind, 0), value=eps), F.pad(bases, (blind, 0))
+    return out, norms, bases
 
 
 def linear_continue(
@@ -162,12 +164,18 @@ def _empty(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return empty_rows(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _empty_with_bases(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    out, norms = _empty(q, k, v)
+    return out, norms, norms.new_zeros(norms.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     tensors, ctx.how = inputs[:6], inputs[6:]
     ctx.save_for_backward(*tensors)
+    ctx.mark_non_differentiable(output[2])
 
 
-def _gradients(ctx: Any, grad: Tensor, grad_norms: Tensor | None) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, grad: Tensor, grad_norms: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
     grad_norms = None if grad_norms is None else grad_norms.contiguous()
     # Read once: with activation recomputation a second read fails.
     saved = ctx.saved_tensors
@@ -224,7 +232,7 @@ def _attend_backward(
     return made
 
 
-@custom_op(_empty, flops=_count, backward=_gradients, save=_keep)
+@custom_op(_empty_with_bases, flops=_count, backward=_gradients, save=_keep)
 def _attend(
     q: Tensor,
     k: Tensor,
@@ -237,13 +245,13 @@ def _attend(
     input_scale: float,
     eps: float,
     floor: float,
-) -> tuple[Tensor, Tensor]:
-    out, norms = _empty(q, k, v)
+) -> tuple[Tensor, Tensor, Tensor]:
+    out, norms, bases = _empty_with_bases(q, k, v)
     features = q.shape[3] if rows is None else rows.shape[-2]
     sums = q.new_zeros(*q.shape[:2], features, v.shape[3] + 1, dtype=torch.float32)
     how = causal, feature_map, input_scale, eps, floor
-    call("linear/forward.c", "forward", _problem(q, k, v, out, key_mask, rows, offsets, sums, None, norms, *how))
-    return out, norms
+    call("linear/forward.c", "forward", _problem(q, k, v, out, key_mask, rows, offsets, sums, None, norms, *how, bases))
+    return out, norms, bases
 
 
 def _problem(
@@ -262,6 +270,7 @@ def _problem(
     input_scale: float,
     eps: float,
     floor: float,
+    bases: Tensor | None = None,
 ) -> Linear:
     features, sets = (q.shape[3], 1) if rows is None else (rows.shape[-2], rows.shape[0] if rows.ndim == 3 else 1)
     sizes = (*q.shape[:3], k.shape[2], q.shape[3], features, v.shape[3])
@@ -275,5 +284,6 @@ def _problem(
         address(rows, number, *drawn, features, q.shape[3]),
         address(offsets, number, *drawn, features),
         address(norms, number, batch, heads, length),
+        address(bases, number, batch, heads, length),
     )
     return Linear(*sizes, *how, *rows_of(q, k, v, out), *places, input_scale, eps, floor)

@@ -184,12 +184,20 @@ def attend_features(queries: Tensor, keys: Tensor, values: Tensor, eps: float) -
 def continue_features(
     queries: Tensor, keys: Tensor, values: Tensor, sums: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """The causal form after keys given by their sums alone, and the sums with the new keys.
+    """The causal form after keys given by their sums alone, and the sums with the new keys; see `continue_sums`."""
+    size = values.shape[-1]
+    # A last column of ones turns the normaliser into one more value.
+    out, later = continue_sums(queries, keys, F.pad(values, (0, 1), value=1.0), sums)
+    return out[..., :size] / (out[..., size:] + eps), later
 
-    The sums are of features times values and a one, [..., F, E + 1]; None before the first key. Inside a chunk
-    the products are exact; a state holds the sum of all earlier chunks.
+
+def continue_sums(queries: Tensor, keys: Tensor, values: Tensor, sums: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`sum_j (f_i.g_j) v_j` over keys up to the query's own, after earlier keys given by their sums, and the sums with these.
+
+    Args: features f [..., L, F] and g [..., S, F], values v [..., S, E], sums [..., F, E] of features times values or None
+    before the first key. Inside a chunk the products are exact; a state holds the sum of all earlier chunks.
     """
-    length, size = queries.shape[-2], values.shape[-1]
+    length = queries.shape[-2]
     # Bottom-right: every query sees the first S - L keys; with L > S the first L - S queries see none.
     before = keys.shape[-2] - length
     if before < 0:
@@ -197,13 +205,10 @@ def continue_features(
         before = 0
     # A single query sees every key.
     seen = before if length > 1 else keys.shape[-2]
-    # A last column of ones turns the normaliser into one more value.
-    values = F.pad(values, (0, 1), value=1.0)
     first = keys[..., :seen, :].transpose(-2, -1) @ values[..., :seen, :]
     first = first if sums is None else sums + first
     if length == 1:
-        out = queries @ first
-        return out[..., :size] / (out[..., size:] + eps), first
+        return queries @ first, first
     # ONNX rounds negative quotients up, and an exported program for several chunks does not take a single one.
     chunks = (length + _CHUNK - 1) // _CHUNK
     if torch.compiler.is_exporting():
@@ -216,8 +221,7 @@ def continue_features(
     # Shifted rather than subtracted: a difference would lose digits, above all in the gradient.
     states = torch.cat([first.unsqueeze(-3), added], -3).cumsum(-3)
     out = (queries @ keys.transpose(-2, -1)).tril() @ values + queries @ states[..., :-1, :, :]
-    out = out.flatten(-3, -2)[..., :length, :]
-    return out[..., :size] / (out[..., size:] + eps), states[..., -1, :, :]
+    return out.flatten(-3, -2)[..., :length, :], states[..., -1, :, :]
 
 
 # Queries per block, and keys per partial sum: a block computes pairs with its window, rounded up to this.

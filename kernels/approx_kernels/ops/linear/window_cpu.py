@@ -56,7 +56,7 @@ def linear_parts(
         def attend(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
             if sums is not None:
                 return linear_continue(q, k, v, key_mask, sums, **how)
-            return linear_batch(q, k, v, key_mask, causal=causal or window > 0, **how)
+            return linear_batch(q, k, v, key_mask, causal=causal or window > 0, **how)[:2]
 
         if not window:
             return attend(queries, keys, v, key_mask)[0].to(dtype)

@@ -51,7 +51,10 @@ def pattern_lists(
     if plan is not None:
         k, v = plan.gathered(k), plan.gathered(v)
     mask = None if key_mask is None else key_mask.contiguous()
-    return attend(q, k, v, mask, None, *lists, None, None, None, before, scale, 1, 0.0, dropout, totals=totals)
+    out, _, relative = attend(
+        q, k, v, mask, None, *lists, None, None, None, before, scale, 1, 0.0, dropout, totals=totals
+    )
+    return out, relative
 
 
 @functools.lru_cache(_KEPT)

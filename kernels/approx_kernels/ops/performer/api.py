@@ -10,7 +10,7 @@ from approx_kernels.dispatch.implementation import choose
 from approx_kernels.gpu.language import ranked
 from approx_kernels.ops.linear.decode import state_obstacle
 from approx_kernels.ops.linear.reference import drop_keys
-from approx_kernels.ops.performer.cpu import obstacle, performer_batch, performer_continue
+from approx_kernels.ops.performer.cpu import obstacle, performer_continue, random_features
 from approx_kernels.ops.performer.reference import (
     ESTIMATORS,
     KERNELS,
@@ -127,7 +127,7 @@ def performer_attention(
     if run == "triton":
         out = in_turns(partial(performer_kernels, key_mask=key_mask, **how, offsets=offsets), q, own_k, v)
     else:
-        out = performer_batch(q, own_k, v, key_mask, **how, offsets=offsets)
+        out = random_features(q, own_k, v, key_mask, **how, offsets=offsets)[0]
     return out if share is None else mixed(out, v, key_mask, share, causal=causal)[0]
 
 

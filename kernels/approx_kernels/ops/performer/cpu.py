@@ -15,7 +15,7 @@ def obstacle(q: Tensor, *rows: Tensor | None) -> str | None:
     return features_obstacle(q)
 
 
-def performer_batch(
+def random_features(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -26,10 +26,10 @@ def performer_batch(
     kernel: str,
     causal: bool,
     scale: float,
-) -> Tensor:
-    """Attend; the backward pass stores only the inputs."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attend: outputs, normalisers [B, H, L] and the logarithms of what these are relative to; see `linear_batch`."""
     q, k, v = blank_for_gradients(q, k, v, key_mask)
-    return linear_batch(q, k, v, key_mask, causal=causal, **_form(projection, offsets, kernel, scale))[0]
+    return linear_batch(q, k, v, key_mask, causal=causal, **_form(projection, offsets, kernel, scale))
 
 
 def performer_continue(

@@ -1,14 +1,13 @@
 """Performer attention in plain PyTorch: random features, how they are drawn and fitted, and sums over keys."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from approx_kernels.ops.linear.reference import attend_features, continue_features, drop_keys
+from approx_kernels.ops.linear.reference import continue_sums, drop_keys
 from approx_kernels.runtime.pytorch import without_autocast
 from approx_kernels.tokens import State, blank_padding, check_draw, check_form, in_order, sharing, turns
 
@@ -66,9 +65,9 @@ class KeySums(NamedTuple):
         state = self.state * (self.top - top).exp().transpose(1, 2)
         return KeySums(top, torch.baddbmm(state, key_features(logs, top, keep).transpose(1, 2), v))
 
-    def read(self, heights: Tensor) -> Tensor:
-        """Sums of weights times values, and of weights, for queries of these heights, [G, n, M] -> [G, n, E + 1]."""
-        return query_features(heights, self.top) @ self.state
+    def read(self, heights: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs of queries of these heights, [G, n, M] -> [G, n, E], and the logarithms of their normalisers, [G, n]."""
+        return divided(query_features(heights, self.top) @ self.state, largest_of(heights, self.top))
 
 
 def lowest(dtype: torch.dtype) -> float:
@@ -87,10 +86,14 @@ def logs_of(k: Tensor, rows: Rows) -> Tensor:
     return (k @ rows.rows.mT).sub_(k.square().sum(-1, keepdim=True) / 2)
 
 
+def largest_of(heights: Tensor, top: Tensor) -> Tensor:
+    """Logarithm of what the features of each query are relative to, for keys relative to `top`, [G, n, 1]."""
+    return (heights.detach() + top).amax(-1, keepdim=True)
+
+
 def query_features(heights: Tensor, top: Tensor) -> Tensor:
     """Features of queries for keys relative to `top`; the largest of each query is 1."""
-    heights = heights + top
-    return heights.sub_(heights.detach().amax(-1, keepdim=True)).exp_()
+    return (heights + top).sub_(largest_of(heights, top)).exp_()
 
 
 def key_features(logs: Tensor, top: Tensor, keep: Tensor | None) -> Tensor:
@@ -100,13 +103,16 @@ def key_features(logs: Tensor, top: Tensor, keep: Tensor | None) -> Tensor:
     return (relative if keep is None else relative.masked_fill_(~keep, lowest(logs.dtype))).exp_()
 
 
-def divided(sums: Tensor) -> Tensor:
-    """Outputs from sums of weighted values and, in the last column, of weights.
+def divided(sums: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs from sums of weighted values and, in the last column, of weights; and the logarithms of the latter.
 
-    With a key the weights add up to at least 1, since the largest feature of the query meets the key that set `top`; so
-    the bound matters only without a key, where the output is 0.
+    With a key the weights add up to at least 1, since the largest feature of the query meets the key that set `top`; so the
+    bound matters only without a key, where the output is 0 and the logarithm `lowest`. `largest` is the logarithm of what
+    weights are relative to, [..., 1].
     """
-    return sums[..., :-1] / sums[..., -1:].clamp(min=0.5)
+    norm = sums[..., -1:].clamp(min=0.5)
+    logs = torch.where(sums[..., -1:] < 0.5, lowest(norm.dtype), norm.log() + largest)
+    return sums[..., :-1] / norm, logs[..., 0]
 
 
 def performer_attention(
@@ -127,7 +133,7 @@ def performer_attention(
     k, v = of_own_rows(q, k, v, projection)
     v = drop_keys(v, dropout)
     how = {"projection": projection, "offsets": offsets, "kernel": kernel, "causal": causal, "scale": scale}
-    out, _ = performer_heads(q, k, v, key_mask, **how)
+    out, _, _ = performer_heads(q, k, v, key_mask, **how)
     return out if share is None else mixed(out, v, key_mask, share, causal=causal)[0]
 
 
@@ -147,7 +153,11 @@ def performer_decode(
     """The op of this name in `api.py`, which explains the arguments and checks them."""
     k, v = of_own_rows(q, k, v, projection)
     how = {"projection": projection, "offsets": offsets, "kernel": kernel, "causal": True, "scale": scale}
-    attend = partial(performer_heads, **how)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, state: State | None) -> tuple[Tensor, State]:
+        out, _, later = performer_heads(q, k, v, key_mask, **how, state=state)
+        return out, later
+
     return with_share(attend, q, k, v, key_mask, state, share)
 
 
@@ -193,23 +203,24 @@ def performer_heads(
     causal: bool,
     scale: float,
     state: State | None = None,
-) -> tuple[Tensor, State]:
-    """Performer attention; on a CPU a few heads at a time, whose features then stay in its cache.
+) -> tuple[Tensor, Tensor, State]:
+    """Performer attention and the logarithms of its normalisers, [B, H, L] in at least float32, up to a number for each query.
 
-    When causal, it continues from the state of earlier keys, and returns the state for later queries.
+    When causal, it continues from the state of earlier keys, and returns the state for later queries. On a CPU it computes a
+    few heads at a time, whose features then stay in its cache.
     """
     if sharing(q, k) > 1:
         assert projection.ndim == 2, "heads with rows of their own share no keys"
         form = {"projection": projection, "offsets": None, "kernel": kernel, "causal": causal, "scale": scale}
         results = [performer_heads(q[:, turn], k, v, key_mask, state=state, **form) for turn in turns(q, k)]
         # Each turn added the same keys.
-        return in_order([out for out, _ in results]), results[-1][1]
+        return in_order([out for out, *_ in results]), in_order([logs for _, logs, _ in results]), results[-1][2]
     wide = torch.promote_types(q.dtype, torch.float32)
     numbers = q.shape[0] * min(k.shape[2], CHUNK) * projection.shape[-2]
     heads = max(1, _CACHED // numbers) if q.device.type == "cpu" else q.shape[1]
     attend = _relu if kernel == "relu" else _softmax
     q, k, v = blank_padding(q, k, v, key_mask)
-    out, reached = [], []
+    out, norms, reached = [], [], []
     with without_autocast(q.device.type):
         for first, *parts in zip(range(0, q.shape[1], heads), *(x.split(heads, 1) for x in (q, k, v)), strict=True):
             shape = parts[0].shape[:2]
@@ -218,10 +229,12 @@ def performer_heads(
             block = slice(first, first + heads)
             rows = _rows_of(block, shape[0], projection.to(wide), None if offsets is None else offsets.to(wide))
             earlier = None if state is None else {name: x[:, block].flatten(0, 1) for name, x in state.items()}
-            joined, later = attend(queries * scale**0.5, keys * scale**0.5, values, keep, rows, causal, earlier)
+            joined, logs, later = attend(queries * scale**0.5, keys * scale**0.5, values, keep, rows, causal, earlier)
             out.append(joined.unflatten(0, shape).to(q.dtype))
+            norms.append(logs.unflatten(0, shape))
             reached.append({name: x.unflatten(0, shape) for name, x in later.items()})
-    return torch.cat(out, 1), {name: torch.cat([each[name] for each in reached], 1) for name in reached[0]}
+    later = {name: torch.cat([each[name] for each in reached], 1) for name in reached[0]}
+    return torch.cat(out, 1), torch.cat(norms, 1), later
 
 
 def _rows_of(block: slice, batch: int, rows: Tensor, offsets: Tensor | None) -> Rows:
@@ -233,18 +246,22 @@ def _rows_of(block: slice, batch: int, rows: Tensor, offsets: Tensor | None) -> 
 
 def _relu(
     q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, rows: Rows, causal: bool, state: State | None
-) -> tuple[Tensor, State]:
+) -> tuple[Tensor, Tensor, State]:
     queries, keys = (F.relu(x @ rows.rows.mT) + FLOOR for x in (q, k))
     keys = keys if keep is None else keys * keep
-    if not causal:
-        return attend_features(queries, keys, v, EPS), {}
-    out, sums = continue_features(queries, keys, v, None if state is None else state["sums"], EPS)
-    return out, {"sums": sums}
+    values = F.pad(v, (0, 1), value=1.0)
+    if causal:
+        out, sums = continue_sums(queries, keys, values, None if state is None else state["sums"])
+    else:
+        sums = keys.mT @ values
+        out = queries @ sums
+    norm = out[..., -1:] + EPS
+    return out[..., :-1] / norm, norm[..., 0].log(), {"sums": sums} if causal else {}
 
 
 def _softmax(
     q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, rows: Rows, causal: bool, state: State | None
-) -> tuple[Tensor, State]:
+) -> tuple[Tensor, Tensor, State]:
     v = F.pad(v, (0, 1), value=1.0)
     sums = KeySums.of_nothing(k, v, rows) if state is None else KeySums(state["top"], state["sums"])
     # Bottom-right: every query sees the first S - L keys; with L > S the first L - S queries see none.
@@ -254,10 +271,12 @@ def _softmax(
     early, late = (None, None) if keep is None else (keep[:, :seen], keep[:, seen:])
     sums = _sum_keys(sums, k[:, :seen], v[:, :seen], early, rows)
     if seen == k.shape[1]:
-        out = torch.cat([divided(sums.read(heights_of(each, rows))) for each in q[:, blind:].split(CHUNK, 1)], 1)
+        read = [sums.read(heights_of(each, rows)) for each in q[:, blind:].split(CHUNK, 1)]
+        out, logs = (torch.cat(each, 1) for each in zip(*read, strict=True))
     else:
-        out, sums = causal_sums(q[:, blind:], k[:, seen:], v[:, seen:], late, rows, sums)
-    return F.pad(out, (0, 0, blind, 0)), {"top": sums.top, "sums": sums.state}
+        out, logs, sums = causal_sums(q[:, blind:], k[:, seen:], v[:, seen:], late, rows, sums)
+    logs = F.pad(logs, (blind, 0), value=lowest(logs.dtype))
+    return F.pad(out, (0, 0, blind, 0)), logs, {"top": sums.top, "sums": sums.state}
 
 
 def _sum_keys(sums: KeySums, k: Tensor, v: Tensor, keep: Tensor | None, rows: Rows) -> KeySums:
@@ -276,16 +295,17 @@ RISE = 60.0
 
 def causal_sums(
     q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, rows: Rows, sums: KeySums
-) -> tuple[Tensor, KeySums]:
-    """Outputs of queries that are tokens of their keys, all of which follow those in `sums`, and the updated sums.
+) -> tuple[Tensor, Tensor, KeySums]:
+    """Outputs of queries that are tokens of their keys, all of which follow those in `sums`, with the logarithms of their
+    normalisers, and the updated sums.
 
-    Args: q and k [G, n, D], v [G, n, E + 1] with its column of ones, keep [G, n, 1]. Returns [G, n, E].
+    Args: q and k [G, n, D], v [G, n, E + 1] with its column of ones, keep [G, n, 1]. Returns [G, n, E] and [G, n].
 
     A query must not depend on how large later keys of its chunk are, not even through rounding. So features of keys are
     relative to the largest of earlier chunks. Queries that have seen a key rise far above that are recomputed pair by
     pair.
     """
-    out = []
+    out, norms = [], []
     for first in range(0, q.shape[1], CHUNK):
         chunk = slice(first, first + CHUNK)
         heights, logs, values = heights_of(q[:, chunk], rows), logs_of(k[:, chunk], rows), v[:, chunk]
@@ -297,11 +317,14 @@ def causal_sums(
         queries = query_features(heights, top)
         earlier = queries @ sums.state
         joined = torch.baddbmm(earlier, (queries @ keys.transpose(1, 2)).tril(), values)
+        largest = largest_of(heights, top)
         if risen:
-            joined = _recomputed(joined, earlier, heights, logs, values, real, top)
-        out.append(divided(joined))
+            joined, largest = _recomputed(joined, largest, earlier, heights, logs, values, real, top)
+        joined, norm = divided(joined, largest)
+        out.append(joined)
+        norms.append(norm)
         sums = sums.add(logs, values, real)
-    return torch.cat(out, 1), sums
+    return torch.cat(out, 1), torch.cat(norms, 1), sums
 
 
 def _first_real(logs: Tensor, keep: Tensor | None) -> Tensor:
@@ -313,27 +336,36 @@ def _first_real(logs: Tensor, keep: Tensor | None) -> Tensor:
 
 
 def _recomputed(
-    joined: Tensor, earlier: Tensor, heights: Tensor, logs: Tensor, v: Tensor, keep: Tensor | None, top: Tensor
-) -> Tensor:
-    """`joined` with the sums of queries that have seen a key rise too far recomputed from weights of single pairs.
+    joined: Tensor,
+    largest: Tensor,
+    earlier: Tensor,
+    heights: Tensor,
+    logs: Tensor,
+    v: Tensor,
+    keep: Tensor | None,
+    top: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """`joined` with the sums of queries that have seen a key rise too far recomputed from weights of single pairs, and the
+    logarithms of what the sums are relative to.
 
     Which queries these are depends only on the keys that they see.
     """
     rise = (logs.detach() - top).amax(2)
     rise = rise if keep is None else rise.masked_fill(~keep[..., 0], lowest(logs.dtype))
     beyond = rise.cummax(1).values > RISE
-    corrected = list(joined)
+    corrected, relative = list(joined), list(largest)
     # Head by head: pairs times features are n x n x M numbers.
     for group in beyond.any(1).nonzero().flatten().tolist():
         visible = torch.ones(logs.shape[1], logs.shape[1], dtype=torch.bool, device=logs.device).tril()
         visible = visible if keep is None else visible & keep[group, :, 0]
         pairs = (heights[group][:, None] + logs[group]).logsumexp(-1).masked_fill(~visible, lowest(logs.dtype))
-        past = (heights[group] + top[group]).amax(-1, keepdim=True).detach()
-        largest = torch.maximum(past, pairs.amax(-1, keepdim=True).detach())
-        weights = (pairs - largest).exp().masked_fill(~visible, 0.0)
-        sums = earlier[group] * (past - largest).exp() + weights @ v[group]
-        corrected[group] = torch.where(beyond[group][:, None], sums, joined[group])
-    return torch.stack(corrected)
+        past, rows = largest[group], beyond[group][:, None]
+        highest = torch.maximum(past, pairs.amax(-1, keepdim=True).detach())
+        weights = (pairs - highest).exp().masked_fill(~visible, 0.0)
+        sums = earlier[group] * (past - highest).exp() + weights @ v[group]
+        corrected[group] = torch.where(rows, sums, joined[group])
+        relative[group] = torch.where(rows, highest, past)
+    return torch.stack(corrected), torch.stack(relative)
 
 
 def draw_projection(size: int, *, features: int, orthogonal: bool, seed: int) -> Tensor:
@@ -399,14 +431,13 @@ def mixed(
         return (out + share * (mean - out)).to(out.dtype), later
 
 
-# With w of N(0, 1) and u = x + y, the product of features exp(a w² + (1 - 4a)^½ w x - x²/2) of x and y, times (1 -
-# 4a)^½, is exp(x y) on average for every a < 1/8. Its second moment relative to exp(2 x y) is (1 + p) / 2 p^½ exp(u² /
-# p), p = 1 - 8a; the mean logarithm of that over pairs with E u² = s is smallest at p² - (1 + 2 s) p - 2 s = 0.
-# Coordinates multiply, so vectors may use any basis, with a separate a for each coordinate.
+# With w of N(0, 1) and u = x + y, the product of features exp(a w² + (1 - 4a)^½ w x - x²/2) of x and y, times (1 - 4a)^½,
+# is exp(x y) on average for every a < 1/8. Its second moment relative to exp(2 x y) is (1 + p) / 2 p^½ exp(u² / p), p = 1 - 8a;
+# the mean logarithm of that over pairs with E u² = s is smallest at p² - (1 + 2 s) p - 2 s = 0. Coordinates multiply, so
+# vectors may use any basis, with a separate a for each coordinate.
 #
-# Neither a rotation nor an invertible map T of queries, with the inverse of its transpose for keys, changes q.k. A
-# vector subtracted from all keys scales the weights of a query by one number, which cancels. This freedom is used to
-# minimise u.
+# Neither a rotation nor an invertible map T of queries, with the inverse of its transpose for keys, changes q.k. A vector
+# subtracted from all keys scales the weights of a query by one number, which cancels. This freedom is used to minimise u.
 
 ESTIMATORS = ("positive", "oprf", "sderf", "aderf")
 
@@ -459,10 +490,9 @@ class Fitted(NamedTuple):
 def fit_estimator(q: Tensor, k: Tensor, key_mask: Tensor | None = None, *, estimator: str, scale: float) -> Fitted:
     """Fit each head's estimator of exp(scale q.k) to the second moments of its queries and keys.
 
-    `positive` fits nothing. `oprf` has one a for all coordinates of a head. `sderf` has one per coordinate, in the
-    basis in which the coordinates of queries plus keys are uncorrelated. `aderf` first maps queries and keys to equal
-    second moments, which minimises the squares of their sums, and subtracts the mean of queries plus keys from the
-    keys.
+    `positive` fits nothing. `oprf` has one a for all coordinates of a head. `sderf` has one per coordinate, in the basis in
+    which the coordinates of queries plus keys are uncorrelated. `aderf` first maps queries and keys to equal second moments,
+    which minimises the squares of their sums, and subtracts the mean of queries plus keys from the keys.
 
     Source: Likhosherstov et al., 2022, Chefs' Random Tables, arXiv 2205.15317 (OPRF) and 2023, FAVOR#, arXiv 2302.00787
     (SDERF, ADERF); departs from the last in moments around the mean and in subtracting the means.

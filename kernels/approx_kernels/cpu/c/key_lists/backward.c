@@ -6,7 +6,7 @@ typedef struct {
     problem all;
     tensor grad, dq, dk, dv;
     float *dspans;
-    const float *dtotals;
+    const float *dtotals, *dlse; /* [B, H, L]; NULL where nobody asks */
 } backward_problem;
 SIZE_OF(key_lists_backward, backward_problem)
 
@@ -101,6 +101,7 @@ static int gradients(const backward_problem *g, int64_t b, int64_t h) {
                gradients. */
             int64_t at = (b * p->heads + h) * p->length + token(w.order, w.first + i);
             if (g->dtotals) raised[i] = g->dtotals[at] * p->totals[at], share[i] -= raised[i];
+            if (g->dlse) share[i] -= g->dlse[at];
             if (!sees_itself(p, &w, i)) continue;
             float kept = kept_key(&p->dropout, draw_at(p, b, h, &w, i), w.at[i]);
             itself(p, b, h, w.at[i], lse[token(w.order, w.first + i)], share[i], kept, queries + i * size,

@@ -26,6 +26,7 @@ typedef struct {
         rows; /* [sets, F, D], of random features, of all heads or of each; NULL where each number has one of its own */
     const float *offsets; /* [sets, F], added to the logarithms of queries' features; NULL for none */
     float *norms; /* [B, H, L], normalisers of queries, or the gradients of these; NULL where nobody asks */
+    float *bases; /* [B, H, L], logarithms of what exponential features of queries are relative to; NULL if not asked for */
     float input_scale, eps, floor;
 } problem;
 SIZE_OF(linear, problem)
@@ -131,7 +132,9 @@ static void read_queries(const head *x, int64_t first, int64_t rows, float *to) 
     for (int64_t i = 0; i < rows; i++, to += x->size) {
         for (int64_t d = 0; x->offsets && d < x->all->features; d++) to[d] += x->offsets[d];
         add_row(x->size, 1.0f, x->top, to);
-        weigh_row(x->all->features, row_most(x->all->features, to, -INFINITY), to);
+        float most = row_most(x->all->features, to, -INFINITY);
+        if (x->all->bases) x->all->bases[(x->b * x->all->heads + x->h) * x->all->length + first + i] = most;
+        weigh_row(x->all->features, most, to);
     }
 }
 

@@ -1,0 +1,166 @@
+"""The keys that a cheap mechanism attends to exactly: a window, the first tokens, and tokens chosen by position or content."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from approx.errors import ApproxError, Exit, shown
+from approx.mechanisms.mechanism import BY_CONTENT, Mechanism, chosen_by_content, positions_of, whole_number
+from approx_kernels.ops.exact_part.api import Exactly, first_keys
+from approx_kernels.ops.exact_part.reference import Part, joined
+
+# Values of `global_tokens` that choose no token; conversion replaces `auto`.
+NONE = ("auto", "none")
+# Width of a window that is not given: last keys of a causal layer, keys on either side of others.
+_CAUSAL_WINDOW, _WINDOW = 64, 32
+# First tokens that a causal layer keeps: pretrained decoders put their surplus weight on them.
+_SINKS = 4
+# Logarithms of the factors of far keys that a fit tries; the first is no weight, within rounding.
+_FACTORS = (-16.0, *(x / 2 for x in range(-16, 9)))
+# Ridge of the fit of a gate, relative to the mean square of the queries' numbers.
+_RIDGE = 1e-2
+
+
+class ExactPart(Mechanism, abstract=True):
+    """A mechanism with an exact part: softmax attention to near keys, under one normaliser with its estimate for the others.
+
+    Args:
+        heads: Number of heads, H.
+        head_dim: Size of a head, D.
+        causal: Whether a query sees only keys at or before its own position.
+        scale: Factor of the scores.
+        window: Keys on either side of a query, or, with `causal`, last keys with its own; 0 for none, None for 32 or 64.
+        sinks: First real tokens that every query sees; None for 4 with `causal` and otherwise none.
+        global_tokens: More tokens that every query sees, without `causal` only: `none`; `first`; a list of positions; `separator`
+            or `question`, see `LongformerAttention`; `auto`, for which conversion puts `question` if the model answers
+            questions about a text, and otherwise `none`.
+        separator: Id of the separator token, as for `LongformerAttention`.
+
+    Raises:
+        ApproxError: if a setting is wrong.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        head_dim: int,
+        *,
+        causal: bool,
+        scale: float,
+        window: int | None,
+        sinks: int | None,
+        global_tokens: str | list[int],
+        separator: int | None,
+    ) -> None:
+        super().__init__(heads, head_dim, causal=causal, scale=scale)
+        usual = _CAUSAL_WINDOW if self.causal else _WINDOW
+        self.window = usual if window is None else whole_number("window", window, 0, 2**31 - 1)
+        self.sinks = _SINKS * self.causal if sinks is None else whole_number("sinks", sinks, 0)
+        self._positions = [] if global_tokens in NONE else positions_of(global_tokens, (*NONE, "first", *BY_CONTENT))
+        self.global_tokens = global_tokens
+        self.separator = None if separator is None else whole_number("separator", separator, 0)
+        if self.causal and global_tokens not in NONE:
+            raise ApproxError(
+                f"Setting 'global_tokens' is {shown(global_tokens)}, but this layer is causal: it keeps its first tokens. "
+                "Say how many with 'sinks'.",
+                Exit.UNSUPPORTED,
+            )
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether `forward` needs the token ids."""
+        return self.global_tokens in BY_CONTENT
+
+    @property
+    def has_exact_part(self) -> bool:
+        """Whether any key is exact."""
+        return bool(self.window or self.sinks or self._positions or self.reads_tokens)
+
+    def exactly(self, k: Tensor, key_mask: Tensor | None, tokens: Tensor | None = None) -> Exactly:
+        """The near keys of keys k, [B, G, S, D]; `tokens` are their ids, [B, S], where content chooses some."""
+        chosen = first_keys(k, key_mask, self.sinks)
+        more = None
+        if self.reads_tokens:
+            more = chosen_by_content(self.global_tokens, self.separator, tokens, key_mask, (k.shape[0], k.shape[2]))
+        elif self._positions:
+            rank = torch.ones_like(k[:, 0, :, 0], dtype=torch.long) if key_mask is None else key_mask.long()
+            rank = rank.cumsum(1) - 1
+            more = torch.isin(rank, torch.tensor(self._positions, device=k.device))
+            more = more if key_mask is None else more & key_mask
+        chosen = more if chosen is None else chosen if more is None else chosen | more
+        return Exactly(self.causal, self.window, chosen, self.scale)
+
+    @classmethod
+    def exact_settings(cls, length: int) -> dict[str, Any]:
+        """A window as wide as the sequence, which leaves no far key."""
+        return {"window": max(length, 1)}
+
+    def approximates_from(self) -> int:
+        """One key beyond the window and the chosen tokens; two tokens where there are none."""
+        few = self.sinks + len(self._positions)
+        return max(self.window + few + (1 if self.causal else 2), 2)
+
+    def approximated_pairs(self, length: int) -> float:
+        """The pairs outside the window and of other keys than the first; tokens chosen by content are not counted."""
+        position = torch.arange(length)
+        last = self.window - 1 if self.causal else self.window
+        distance = position[:, None] - position
+        far = (distance > last) if self.causal else (distance.abs() > last)
+        far = far if self.window else torch.ones_like(far)
+        far &= (distance >= 0) if self.causal else True
+        far[:, : self.sinks] = False
+        far[:, [place for place in self._positions if place < length]] = False
+        pairs = length * (length + 1) // 2 if self.causal else length * length
+        return float(far.sum()) / pairs
+
+    def near_pairs(self, length: int) -> int:
+        """Keys that the exact part computes for each of `length` queries, rounded up to its blocks."""
+        sides = self.window * (1 if self.causal else 2)
+        return min((64 + sides) * bool(self.window) + self.sinks + len(self._positions), length)
+
+
+@torch.no_grad()
+def best_factor(exact: Tensor, near: Part, far: list[Part], real: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The factor of the far parts of each head that brings outputs closest to the exact ones, and the squared error left.
+
+    Args:
+        exact: Exact outputs, [B, H, L, E].
+        near: The softmax over the near keys.
+        far: Estimates of the others.
+        real: [B, L] bool, the queries that count; None for all.
+
+    Returns:
+        Logarithm of the factor, [H], and the sum of squares, [H].
+    """
+    logs = torch.stack([part.log for part in far])
+    away = joined(far) - near.out
+    missed = near.out - exact
+    squares = [(x * y).sum(-1) for x, y in ((missed, missed), (missed, away), (away, away))]
+    if real is not None:
+        squares = [each.masked_fill(~real[:, None], 0.0) for each in squares]
+    apart = logs.logsumexp(0) - near.log
+    errors = []
+    for factor in _FACTORS:
+        share = (apart + factor).sigmoid()
+        errors.append((squares[0] + 2 * share * squares[1] + share.square() * squares[2]).sum((0, 2)))
+    left, index = torch.stack(errors).min(0)
+    return torch.tensor(_FACTORS, dtype=exact.dtype, device=exact.device)[index], left
+
+
+def fitted_gate(q: Tensor, wanted: Tensor, weight: Tensor) -> Tensor:
+    """a and, last, c of each head such that `q.a + c` is closest to the wanted logarithms, [H, D + 1] in float64.
+
+    Args: queries q [B, H, L, D], wanted and the weight of each query, [B, H, L].
+    """
+    q, wanted, weight = (x.double().transpose(0, 1).flatten(1, 2) for x in (q, wanted, weight))
+    rows = torch.cat([q, torch.ones_like(q[..., :1])], -1)
+    weight = weight / weight.sum(-1, keepdim=True).clamp(min=1e-30)
+    moments = rows.mT @ (rows * weight[..., None])
+    ridge = (
+        _RIDGE
+        * q.square().mean((1, 2)).clamp(min=1e-12)[:, None]
+        * torch.ones(q.shape[-1], dtype=q.dtype, device=q.device)
+    )
+    moments = moments + torch.diag_embed(torch.cat([ridge, torch.full_like(ridge[:, :1], 1e-9)], -1))
+    return torch.linalg.solve(moments, (rows.mT @ (weight * wanted)[..., None]))[..., 0]

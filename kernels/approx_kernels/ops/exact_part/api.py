@@ -1,0 +1,217 @@
+"""Exact attention to some keys, joined under one normaliser with a cheap estimate for the others."""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from approx_kernels.dispatch.implementation import choose
+from approx_kernels.ops.exact_part.cpu import near_lists
+from approx_kernels.ops.exact_part.reference import (
+    LEAST_NORM,
+    Exactly,
+    LinearFar,
+    Part,
+    PerformerFar,
+    attend_linear,
+    attend_performer,
+    continue_linear,
+    first_keys,
+    linear_parts,
+    logs_of,
+    performer_and_exact_decode,
+    performer_parts,
+)
+from approx_kernels.ops.exact_part.reference import linear_and_exact as plain_linear
+from approx_kernels.ops.exact_part.reference import linear_and_exact_decode as plain_linear_decode
+from approx_kernels.ops.exact_part.reference import performer_and_exact as plain_performer
+from approx_kernels.ops.key_lists.cpu import obstacle as lists_obstacle
+from approx_kernels.ops.linear.cpu import features_obstacle, linear_batch
+from approx_kernels.ops.linear.reference import FEATURE_MAPS
+from approx_kernels.ops.performer.cpu import obstacle as performer_obstacle
+from approx_kernels.ops.performer.cpu import random_features
+from approx_kernels.ops.performer.reference import EPS, mixed
+from approx_kernels.tokens import (
+    State,
+    check_form,
+    check_least,
+    check_number,
+    check_part,
+    check_shapes,
+    check_tensor,
+    check_word,
+)
+
+__all__ = [
+    "Exactly",
+    "LinearFar",
+    "PerformerFar",
+    "first_keys",
+    "linear_and_exact",
+    "linear_and_exact_decode",
+    "linear_parts",
+    "performer_and_exact",
+    "performer_and_exact_decode",
+    "performer_parts",
+]
+
+# Added to sums of features in C, and far below any that counts.
+_TINY = 1e-3 * LEAST_NORM
+
+
+def linear_and_exact(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None = None,
+    *,
+    exactly: Exactly,
+    far: LinearFar,
+    dropout: float = 0.0,
+    impl: str = "auto",
+) -> Tensor:
+    """Softmax attention to the near keys of each query, and linear attention to the others, under one normaliser.
+
+    With m_i the largest score of a near key, near keys weigh exp(scale q_i.k_j - m_i) and the others
+    exp(q_i.a + c) f(q_i).f(k_j) exp(k_j.b), a gate that learns how much of a query's attention is far and which keys
+    matter; in O(n (window + chosen + F) E).
+
+    Source: the window is that of Zhang et al., 2024, LoLCATs, arXiv 2410.10254; departs from it in the chosen keys and the gates.
+
+    Args:
+        q: Queries, [B, H, L, D], float.
+        k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
+        v: Values, [B, G, S, E].
+        key_mask: [B, S] bool, True at real keys; None when all are real.
+        exactly: Which keys are near, and the scale of their scores.
+        far: Features and gates of the other keys.
+        dropout: Probability of dropping a key from the numerator, for all queries of a head at once, since there are
+            no weights of single pairs.
+        impl: `cpu` computes the softmax and the sums of features in C; if several near keys have the largest score, only one of
+            them gets its gradient.
+
+    Returns:
+        [B, H, L, E] in the dtype of q; 0 for a query with no allowed key.
+
+    Raises:
+        ValueError: if shapes or dtypes do not match, or the implementation cannot run.
+    """
+    check_shapes(q, k, v, key_mask)
+    _check(q, k, exactly, dropout)
+    _check_linear(q, far)
+    run = choose("linear_and_exact", impl, {"cpu": lists_obstacle(q) or features_obstacle(q), "reference": None})
+    if run == "reference":
+        return plain_linear(q, k, v, key_mask, exactly=exactly, far=far, dropout=dropout)
+    return attend_linear(q, k, v, key_mask, exactly, far, near_lists, _sums, dropout)[0]
+
+
+def linear_and_exact_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None = None,
+    state: State | None = None,
+    *,
+    sinks: int,
+    window: int,
+    scale: float,
+    far: LinearFar,
+    impl: str = "auto",
+) -> tuple[Tensor, State]:
+    """Causal `linear_and_exact` of tokens that follow others, from a state of constant size.
+
+    Args: as for `linear_and_exact`, except:
+        k: Keys not yet in the state, [B, G, S, D], L <= S; the last L are at the queries' positions.
+        state: The state returned by the last call, which this call may overwrite; None before the first key.
+        sinks: First real keys of each sample, which every query sees.
+        window: Last keys that a query sees, with its own.
+
+    Returns:
+        [B, H, L, E] in the dtype of q, and the state: `sums`, [B, H, F, E + 1] for F features, in at least float32, and a
+        ring of the first `sinks` and last `window - 1` keys.
+
+    Raises:
+        ValueError: if shapes or dtypes do not match, or the implementation cannot run.
+    """
+    check_shapes(q, k, v, key_mask)
+    _check(q, k, Exactly(True, window, None, scale))
+    check_least("sinks", sinks, 0)
+    _check_linear(q, far)
+    step = "a state is continued in PyTorch. Ask for 'auto'." if state is not None or q.shape[2] == 1 else None
+    no_cpu = step or lists_obstacle(q) or features_obstacle(q)
+    run = choose("linear_and_exact_decode", impl, {"cpu": no_cpu, "reference": None})
+    if run == "reference":
+        return plain_linear_decode(q, k, v, key_mask, state, sinks=sinks, window=window, scale=scale, far=far)
+    return continue_linear(q, k, v, key_mask, state, sinks, window, scale, far, near_lists, _sums)
+
+
+def performer_and_exact(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None = None,
+    *,
+    mapped: tuple[Tensor, Tensor],
+    exactly: Exactly,
+    far: PerformerFar,
+    dropout: float = 0.0,
+    impl: str = "auto",
+) -> Tensor:
+    """Softmax attention to the near keys of each query, and random features for the others, under one normaliser.
+
+    Args: as for `linear_and_exact`, except:
+        mapped: Queries and keys in the basis of the features, [B, H, L, D] and [B, H, S, D].
+        far: Rows, weights and shares of the features; without a gradient of the rows in C.
+
+    Returns, raises: as for `linear_and_exact`.
+    """
+    check_shapes(q, k, v, key_mask)
+    _check(q, k, exactly, dropout)
+    check_shapes(*mapped, v.repeat_interleave(q.shape[1] // k.shape[1], 1), key_mask)
+    no_cpu = lists_obstacle(q) or performer_obstacle(q, far.projection, far.offsets)
+    run = choose("performer_and_exact", impl, {"cpu": no_cpu, "reference": None})
+    if run == "reference":
+        return plain_performer(q, k, v, key_mask, mapped=mapped, exactly=exactly, far=far, dropout=dropout)
+    estimate = partial(_features, far=far)
+    return attend_performer(q, k, v, key_mask, mapped, exactly, far, near_lists, estimate, dropout)
+
+
+def _sums(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Part:
+    """`plain_sums` in C."""
+    how = {"feature_map": "relu", "input_scale": 1.0, "eps": _TINY}
+    out, norm, _ = linear_batch(q, k, v, mask, causal=causal, **how)
+    return Part(out, logs_of(norm - _TINY))
+
+
+def _features(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, *, far: PerformerFar) -> Part:
+    """`plain_features` in C."""
+    form = {"projection": far.projection, "offsets": far.offsets, "kernel": far.kernel, "scale": far.scale}
+    out, norm, bases = random_features(q, k, v, mask, causal=causal, **form)
+    out = out if far.share is None else mixed(out, v, mask, far.share, causal=causal)[0]
+    return Part(out, logs_of(norm - EPS, bases))
+
+
+def _check(q: Tensor, k: Tensor, exactly: Exactly, dropout: float = 0.0) -> None:
+    check_form(exactly.scale, dropout, causal=exactly.causal)
+    check_least("window", exactly.window, 0)
+    if exactly.chosen is not None:
+        check_tensor("chosen", exactly.chosen)
+        if exactly.chosen.dtype != torch.bool or exactly.chosen.shape != (k.shape[0], k.shape[2]):
+            raise ValueError(
+                f"chosen is {exactly.chosen.dtype} of shape {list(exactly.chosen.shape)}; "
+                f"expected torch.bool of shape [{k.shape[0]}, {k.shape[2]}], True at the chosen keys."
+            )
+
+
+def _check_linear(q: Tensor, far: LinearFar) -> None:
+    heads, size = q.shape[1], q.shape[3]
+    check_word("feature_map", far.feature_map, FEATURE_MAPS)
+    check_number("input_scale", far.input_scale)
+    check_part("query_gate", far.query_gate, q, heads, size + 1)
+    check_part("key_gate", far.key_gate, q, heads, size)
+    if (far.maps is None) is (far.feature_map in ("t2r", "hedgehog")):
+        raise ValueError(
+            f"maps is {'None' if far.maps is None else 'two tensors'} for feature_map {far.feature_map!r}."
+        )
+    for name, each in zip(("the map of queries", "the map of keys"), far.maps or (), strict=False):
+        check_part(name, each, q, heads, size + (far.feature_map == "t2r"), "features")

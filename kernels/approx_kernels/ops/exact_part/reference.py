@@ -1,0 +1,622 @@
+"""A softmax over a window and chosen keys, joined with a cheap estimate for all other keys, in plain PyTorch.
+
+The keys near a query are those in its window and the chosen ones, which every query sees. With o and l the softmax over them
+and the logarithm of its normaliser, and with o_p and l_p the same of the estimates for the keys before the window and, in
+both directions, after it,
+
+    out = (exp(l) o + sum_p exp(l_p) o_p) / (exp(l) + sum_p exp(l_p)).
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from approx_kernels.ops.linear.reference import continue_sums, drop_keys, features
+from approx_kernels.ops.performer.reference import SUMS as UNIFORM
+from approx_kernels.ops.performer.reference import mixed, performer_heads
+from approx_kernels.runtime.pytorch import without_autocast
+from approx_kernels.tokens import PARTS, State, blank_padding, content, extended, first_and_newest, sharing
+
+# Queries per block; wide windows take larger ones, so that keys outside of them are at most as many as those inside.
+_BLOCK = 64
+
+
+class Part(NamedTuple):
+    """Attention to some of the keys.
+
+    Attributes:
+        out: Outputs, [B, H, L, E], in at least float32.
+        log: Logarithm of the normaliser of each query, [B, H, L]; `lowest` where it sees none of the keys.
+    """
+
+    out: Tensor
+    log: Tensor
+
+
+class Near(NamedTuple):
+    """The softmax over the near keys.
+
+    Attributes:
+        out: Outputs, [B, H, L, E], in at least float32.
+        log: Logarithm of the normaliser, [B, H, L]; `lowest` where a query sees no near key.
+        total: The normaliser relative to the largest weight, [B, H, L], at least 1; 0 where a query sees no near key.
+    """
+
+    out: Tensor
+    log: Tensor
+    total: Tensor
+
+
+# From queries [B, H, L, F], keys [B, G, n, F], values [B, G, n, E], a mask [B, n] and whether it is causal, bottom-right.
+Estimate = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], Part]
+
+
+def lowest(dtype: torch.dtype) -> float:
+    """Below every logarithm of a normaliser, and finite, so that differences are numbers."""
+    return torch.finfo(dtype).min / 4
+
+
+def reach(window: int, causal: bool) -> tuple[int, int]:
+    """Keys of a window before the query's position and after it: the last `window` with its own, or as many on either side."""
+    return (max(window - 1, 0), 0) if causal else (window, window)
+
+
+def far_mask(key_mask: Tensor | None, chosen: Tensor | None) -> Tensor | None:
+    """The keys that only a window makes near, [B, S] bool; None for all."""
+    if chosen is None:
+        return key_mask
+    return ~chosen if key_mask is None else key_mask & ~chosen
+
+
+class Front(NamedTuple):
+    """The chosen keys of each sample, in order and moved together; samples with fewer are filled up.
+
+    Attributes:
+        k: [B, G, g, D].
+        v: [B, G, g, E].
+        place: Position of each, [B, g].
+        real: Whether it is a chosen key, [B, g] bool.
+    """
+
+    k: Tensor
+    v: Tensor
+    place: Tensor
+    real: Tensor
+
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor, key_mask: Tensor | None, chosen: Tensor | None) -> "Front | None":
+        """The chosen keys that are real; None if no key is chosen."""
+        if chosen is None:
+            return None
+        chosen = chosen if key_mask is None else chosen & key_mask
+        most = chosen.shape[1] if torch.compiler.is_exporting() else int(chosen.sum(1).max()) if chosen.numel() else 0
+        if not most:
+            return None
+        place = (~chosen).to(torch.uint8).argsort(dim=1, stable=True)[:, :most]
+        rows = place[:, None, :, None]
+        k, v = (x.gather(2, rows.expand(-1, x.shape[1], -1, x.shape[3])) for x in (k, v))
+        return cls(k, v, place, chosen.gather(1, place))
+
+
+def near_keys(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    *,
+    window: int,
+    chosen: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> Near:
+    """The softmax over the keys in a window and the chosen ones, of all blocks of queries at once.
+
+    Args:
+        q: Queries, [B, H, L, D].
+        k: Keys, [B, G, S, D]; padding holds numbers.
+        v: Values, [B, G, S, E].
+        key_mask: [B, S] bool, True at real keys; None when all are real.
+        window: Width of the window, see `reach`; 0 for none.
+        chosen: [B, S] bool, the keys that every query sees; None for none.
+        causal: Whether a query sees only keys at or before its own position.
+        scale: Factor of the scores.
+    """
+    length, keys, shared = q.shape[2], k.shape[2], sharing(q, k)
+    before = keys - length
+    wide = torch.promote_types(q.dtype, torch.float32)
+    q, k, v = q.to(wide) * scale, k.to(wide), v.to(wide)
+    front = Front.of(k, v, key_mask, chosen)
+    left, right = reach(window, causal)
+    if not torch.compiler.is_exporting():
+        left, right = (min(side, max(keys, length)) for side in (left, right))
+    size = max(_BLOCK, left + right) if window else length
+    # An exported program for several blocks does not take a single one.
+    blocks = (length + size - 1) // size + bool(window and torch.compiler.is_exporting())
+    row = torch.arange(size, device=q.device)[:, None]
+    first = torch.arange(blocks, device=q.device)[:, None, None] * size + before
+    queries = F.pad(q, (0, 0, 0, blocks * size - length)).unflatten(2, (blocks, size)).unflatten(1, (-1, shared))
+    # Keys, values and who sees them, [B, G or 1, 1, blocks or 1, size, n].
+    parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    if front is not None:
+        seen = front.real[:, None, None, None, None].expand(-1, 1, 1, blocks, size, -1)
+        seen = seen & (front.place[:, None, None, None, None] <= first + row) if causal else seen
+        parts.append((front.k[:, :, None, None], front.v[:, :, None, None], seen))
+    if window:
+        column = torch.arange(size + left + right, device=q.device)
+        # The first queries may precede all keys, the last block ends after them.
+        start, end = max(-before, 0) + left, blocks * size - length + right
+        places = (first[:, 0] - left + start) + column
+        real = far_mask(key_mask, chosen)
+        real = k.new_ones(k.shape[0], keys, dtype=torch.bool) if real is None else real
+        seen = F.pad(real, (start, end))[:, places][:, None, None, :, None]
+        seen = seen & (column >= row) & (column <= row + left + right)
+        near_k, near_v = (F.pad(x, (0, 0, start, end))[:, :, places].unsqueeze(2) for x in (k, v))
+        parts.append((near_k, near_v, seen))
+    if not parts:
+        nothing = (q[..., :1] * 0.0).expand(*q.shape[:3], v.shape[3])
+        return Near(nothing, torch.full_like(nothing[..., 0], lowest(wide)), nothing[..., 0])
+    visible = torch.cat([seen for *_, seen in parts], -1)
+    scores = torch.cat([queries @ own.transpose(-2, -1) for own, *_ in parts], -1).masked_fill(~visible, lowest(wide))
+    largest = scores.amax(-1, keepdim=True)
+    weights = (scores - largest).exp().masked_fill(~visible, 0.0)
+    total = weights.sum(-1, keepdim=True)
+    per_part = weights.split([seen.shape[-1] for *_, seen in parts], -1)
+    sums = sum(
+        (some @ values for some, (_, values, _) in zip(per_part, parts, strict=True)), torch.zeros((), device=q.device)
+    )
+    norm = total.clamp(min=1.0)
+    log = torch.where(visible.any(-1, keepdim=True), largest + norm.log(), lowest(wide))
+    return Near(
+        *(x.flatten(1, 2).flatten(2, 3)[:, :, :length] for x in (sums / norm,)),
+        *(x.flatten(1, 2).flatten(2, 3)[:, :, :length, 0] for x in (log, total)),
+    )
+
+
+def far_parts(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    estimate: Estimate,
+    *,
+    window: int,
+    causal: bool,
+    more: bool = False,
+) -> list[Part]:
+    """The estimates for keys outside the window: those before it and, with a causal pass from the end, those after it.
+
+    Args:
+        q: Queries as the estimate reads them, [B, H, L, F].
+        k: Keys likewise, [B, G, S, F].
+        v: Values, [B, G, S, E].
+        mask: [B, S] bool, False at padding and chosen keys; None for all keys.
+        estimate: The estimate.
+        window: Width of the window, see `reach`; 0 for none, so that all keys are far.
+        causal: Whether a query sees only keys at or before its own position.
+        more: Whether the estimate knows keys before these.
+    """
+    if not window:
+        return [estimate(q, k, v, mask, causal)]
+    left, right = reach(window, causal)
+    parts = []
+    if more or torch.compiler.is_exporting() or k.shape[2] > left + 1:
+        parts.append(_before(q, k, v, mask, left, k.shape[2], estimate))
+    if not causal and (torch.compiler.is_exporting() or q.shape[2] > right + 1):
+        q, k, v = (x.flip(2) for x in (q, k, v))
+        after = _before(q, k, v, None if mask is None else mask.flip(1), right, q.shape[2], estimate)
+        parts.append(Part(after.out.flip(2), after.log.flip(2)))
+    return parts
+
+
+def _before(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, distance: int, keys: int, estimate: Estimate) -> Part:
+    """The estimate for keys more than `distance` before each query, of which the last is the token of key number `keys`.
+
+    Keys are moved back by that many places, after masked ones, so that this is causal for any length. One more masked key
+    keeps the queries from being taken for the tokens of the masked keys.
+    """
+    mask = torch.ones_like(k[:, 0, :, 0], dtype=torch.bool) if mask is None else mask
+    more = 1 + (q.shape[2] == keys + 1)
+    front, end = distance + 1 + more, max(keys - k.shape[2], 0)
+    k, v = (F.pad(x, (0, 0, front, end))[:, :, : keys + more] for x in (k, v))
+    return estimate(q, k, v, F.pad(mask, (front, end))[:, : keys + more], True)
+
+
+def joined(parts: Sequence[Part]) -> Tensor:
+    """Outputs under one normaliser; 0 for a query that sees no key."""
+    logs = torch.stack([part.log for part in parts], -1)
+    bound = lowest(logs.dtype)
+    nothing = (logs <= bound).all(-1, keepdim=True)
+    weights = logs.softmax(-1).masked_fill(nothing, 0.0)
+    out = weights[..., 0, None] * parts[0].out
+    for number, part in enumerate(parts[1:], 1):
+        out = out + weights[..., number, None] * part.out
+    return out
+
+
+# A smaller normaliser counts as none, since gradients divide by its square.
+LEAST_NORM = 1e-15
+
+
+def logs_of(norm: Tensor, add: Tensor | None = None) -> Tensor:
+    """Logarithms of normalisers, plus others; `lowest` below `LEAST_NORM`, with a gradient of 0."""
+    positive = norm >= LEAST_NORM
+    log = norm.masked_fill(~positive, 1.0).log()
+    return (log if add is None else log + add).masked_fill(~positive, lowest(norm.dtype))
+
+
+class Exactly(NamedTuple):
+    """Which keys are exact, and how they are attended to.
+
+    Attributes:
+        causal: Whether a query sees only keys at or before its own position.
+        window: Width of the window, see `reach`; 0 for none.
+        chosen: [B, S] bool, the keys that every query sees; None for none.
+        scale: Factor of the scores.
+    """
+
+    causal: bool
+    window: int
+    chosen: Tensor | None
+    scale: float
+
+
+class LinearFar(NamedTuple):
+    """Estimates by feature maps with gates: `exp(q.a + c) f(q).f(k) exp(k.b)`, relative to the largest near score.
+
+    Attributes:
+        feature_map: One of `FEATURE_MAPS`.
+        maps: W of queries and of keys, [H, D, F], see `features`; None if nothing is learned.
+        query_gate: a and, last, c, [H, D + 1].
+        key_gate: b, [H, D].
+        input_scale: Factor of q and of k before the feature map and the gates.
+    """
+
+    feature_map: str
+    maps: tuple[Tensor, Tensor] | None
+    query_gate: Tensor
+    key_gate: Tensor
+    input_scale: float
+
+    def queries(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        """Features, [B, H, L, F], and the logarithms of their gates, [B, H, L], in at least float32."""
+        q = q.to(torch.promote_types(q.dtype, torch.float32)) * self.input_scale
+        gate = self.query_gate.to(q.dtype)
+        logs = (q * gate[:, None, :-1]).sum(-1) + gate[:, -1:]
+        return features(q, self.feature_map, None if self.maps is None else self.maps[0]), logs
+
+    def keys(self, k: Tensor) -> Tensor:
+        """Features times gates of keys [B, H, S, D], in at least float32."""
+        k = k.to(torch.promote_types(k.dtype, torch.float32)) * self.input_scale
+        gate = (k * self.key_gate.to(k.dtype)[:, None]).sum(-1, keepdim=True).clamp(max=_MOST_GATE).exp()
+        return features(k, self.feature_map, None if self.maps is None else self.maps[1]) * gate
+
+
+class PerformerFar(NamedTuple):
+    """Estimates by random features of queries and keys that `Fitted.inputs` has mapped.
+
+    Attributes:
+        projection: [M, D] or [H, M, D].
+        offsets: [H, M], or None.
+        share: Share of uniform attention over the far keys, [H]; None for none.
+        kernel: One of `KERNELS`.
+        scale: Factor of the scores.
+        weight: Logarithm of each head's factor of the estimates, [H].
+        logs: Logarithms that make the estimates those of `exp(scale q.k)`, [B, H, L].
+    """
+
+    projection: Tensor
+    offsets: Tensor | None
+    share: Tensor | None
+    kernel: str
+    scale: float
+    weight: Tensor
+    logs: Tensor
+
+
+# Bound of the logarithm of a key's gate, so that no sum overflows.
+_MOST_GATE = 30.0
+NearOp = Callable[..., Near]
+
+
+def linear_and_exact(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None = None,
+    *,
+    exactly: Exactly,
+    far: LinearFar,
+    dropout: float = 0.0,
+) -> Tensor:
+    """The op of this name in `api.py`, which explains the arguments and checks them."""
+    return attend_linear(q, k, v, key_mask, exactly, far, near_keys, plain_sums, dropout)[0]
+
+
+def attend_linear(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    exactly: Exactly,
+    far: LinearFar,
+    near_op: NearOp,
+    sums_op: Estimate,
+    dropout: float = 0.0,
+    state: State | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Linear estimates joined with the near keys, by implementations of both; causal after the sums of a state, with new sums.
+
+    The sums are of the keys that no later window reaches and that are not chosen, [B, H, F, E + 1].
+    """
+    q, k, v = blank_padding(q, k, v, key_mask)
+    v = drop_keys(v, dropout)
+    earlier = None if state is None else state["sums"]
+    with without_autocast(q.device.type):
+        near = near_op(q, k, v, key_mask, **exactly._asdict())
+        mask = far_mask(key_mask, exactly.chosen)
+        keys, values, parts = _linear_far(q, k, v, mask, exactly, far, sums_op, earlier)
+        out = joined([Part(near.out, logs_of(near.total.to(values.dtype))), *parts])
+        if not exactly.causal:
+            return out.to(q.dtype), None
+        window = exactly.window
+        beyond = slice(max(k.shape[2] - reach(window, True)[0], 0) if window else k.shape[2])
+        gone = keys if mask is None else keys * mask[:, None, :, None]
+        later = gone[:, :, beyond].mT @ F.pad(values, (0, 1), value=1.0)[:, :, beyond]
+        return out.to(q.dtype), later if earlier is None else earlier + later
+
+
+def _linear_far(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    exactly: Exactly,
+    far: LinearFar,
+    sums_op: Estimate,
+    earlier: Tensor | None = None,
+) -> tuple[Tensor, Tensor, list[Part]]:
+    """Features of keys and values, for each query head, and the parts outside the window."""
+    queries, gates = far.queries(q)
+    keys = far.keys(k.repeat_interleave(sharing(q, k), 1))
+    values = v.repeat_interleave(sharing(q, k), 1).to(gates.dtype)
+    sums_op = sums_op if earlier is None else partial(plain_sums, earlier=earlier)
+    ways = {"window": exactly.window, "causal": exactly.causal, "more": earlier is not None}
+    parts = far_parts(queries, keys, values, mask, sums_op, **ways)
+    return keys, values, [Part(part.out, part.log + gates) for part in parts]
+
+
+def linear_parts(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, exactly: Exactly, far: LinearFar
+) -> tuple[Part, list[Part], Tensor]:
+    """What `linear_and_exact` joins, and the true weight of the far keys, [B, H, L], relative to the largest near score."""
+    q, k, v = blank_padding(q, k, v, key_mask)
+    near, mass = _near_and_mass(q, k, v, key_mask, exactly)
+    *_, parts = _linear_far(q, k, v, far_mask(key_mask, exactly.chosen), exactly, far, plain_sums)
+    return Part(near.out, logs_of(near.total)), parts, mass
+
+
+def _near_and_mass(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, exactly: Exactly) -> tuple[Near, Tensor]:
+    """The near keys, and the weight of the others relative to the largest near score; 0 for a query without a near key."""
+    near = near_keys(q, k, v, key_mask, **exactly._asdict())
+    every = near_keys(
+        q, k, v, key_mask, window=max(q.shape[2], k.shape[2]), chosen=None, causal=exactly.causal, scale=exactly.scale
+    )
+    mass = (every.log - near.log).exp() * near.total - near.total
+    return near, mass.clamp(min=0.0).masked_fill(near.total <= 0, 0.0)
+
+
+def plain_sums(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, earlier: Tensor | None = None
+) -> Part:
+    """Attention by features of queries and keys, after the sums of `earlier` keys."""
+    k = k if mask is None else k * mask[:, None, :, None]
+    values = F.pad(v, (0, 1), value=1.0)
+    sums = continue_sums(q, k, values, earlier)[0] if causal else q @ (k.mT @ values)
+    norm = sums[..., -1]
+    return Part(sums[..., :-1] / norm.masked_fill(norm < LEAST_NORM, 1.0)[..., None], logs_of(norm))
+
+
+def linear_and_exact_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None = None,
+    state: State | None = None,
+    *,
+    sinks: int,
+    window: int,
+    scale: float,
+    far: LinearFar,
+) -> tuple[Tensor, State]:
+    """The op of this name in `api.py`, which explains the arguments and checks them."""
+    return continue_linear(q, k, v, key_mask, state, sinks, window, scale, far, near_keys, plain_sums)
+
+
+def continue_linear(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    state: State | None,
+    sinks: int,
+    window: int,
+    scale: float,
+    far: LinearFar,
+    near_op: NearOp,
+    sums_op: Estimate,
+) -> tuple[Tensor, State]:
+    """`linear_and_exact` of tokens that follow others, from sums and a ring of the exact keys."""
+    ring = extended(None if state is None else {name: x for name, x in state.items() if name != "sums"}, k, v, key_mask)
+    k, v, key_mask = content(ring)
+    exactly = Exactly(True, window, first_keys(k, key_mask, sinks), scale)
+    out, sums = attend_linear(q, k, v, key_mask, exactly, far, near_op, sums_op, state=state)
+    assert sums is not None, "causal sums always are"
+    return out, {"sums": sums, **_exact_keys(ring, exactly.chosen, sinks, reach(window, True)[0])}
+
+
+def _exact_keys(ring: State, chosen: Tensor | None, sinks: int, count: int) -> State:
+    """The ring of the chosen keys and the last `count`, at their places before the next token."""
+    k, v, key_mask = content(ring)
+    keys = k.shape[2]
+    if key_mask is None or keys <= sinks + count:
+        return first_and_newest(ring, sinks, count)
+    last = keys - count
+    parts = {"k": k[:, :, last:], "v": v[:, :, last:], "real": key_mask[:, None, last:, None]}
+    if chosen is not None:
+        # A chosen key that is one of the last is there once; samples with fewer are filled up with masked ones.
+        before = chosen[:, :last]
+        place = before.to(torch.uint8).argsort(dim=1, stable=True)[:, -sinks:]
+        place = F.pad(place, (sinks - place.shape[1], 0))
+        real = before.gather(1, place) & (torch.arange(sinks, device=k.device) >= sinks - last)
+        rows = {
+            name: x.gather(2, place[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+            for name, x in (("k", k), ("v", v))
+        }
+        rows["real"] = real[:, None, :, None]
+        parts = {name: torch.cat([rows[name], x], 2) for name, x in parts.items()}
+    return first_and_newest(parts, sinks, count)
+
+
+def first_keys(k: Tensor, key_mask: Tensor | None, count: int) -> Tensor | None:
+    """The first `count` real keys of each sample, [B, S] bool; None for none."""
+    if not count:
+        return None
+    if key_mask is None:
+        return (torch.arange(k.shape[2], device=k.device) < count).expand(k.shape[0], -1)
+    return key_mask & (key_mask.cumsum(1) <= count)
+
+
+def performer_and_exact(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None = None,
+    *,
+    mapped: tuple[Tensor, Tensor],
+    exactly: Exactly,
+    far: PerformerFar,
+    dropout: float = 0.0,
+) -> Tensor:
+    """The op of this name in `api.py`, which explains the arguments and checks them."""
+    return attend_performer(
+        q, k, v, key_mask, mapped, exactly, far, near_keys, partial(plain_features, far=far), dropout
+    )
+
+
+def attend_performer(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    mapped: tuple[Tensor, Tensor],
+    exactly: Exactly,
+    far: PerformerFar,
+    near_op: NearOp,
+    features_op: Estimate,
+    dropout: float = 0.0,
+    more: bool = False,
+) -> Tensor:
+    """Performer estimates joined with the near keys, by implementations of both."""
+    q, k, v = blank_padding(q, k, v, key_mask)
+    v = drop_keys(v, dropout)
+    with without_autocast(q.device.type):
+        near = near_op(q, k, v, key_mask, **exactly._asdict())
+        queries, keys = mapped
+        values, mask = v.repeat_interleave(sharing(q, v), 1), far_mask(key_mask, exactly.chosen)
+        ways = {"window": exactly.window, "causal": exactly.causal, "more": more}
+        parts = far_parts(queries, keys, values, mask, features_op, **ways)
+        return joined([Part(near.out, near.log.to(far.logs.dtype)), *_weighed(parts, far)]).to(q.dtype)
+
+
+def performer_parts(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    *,
+    mapped: tuple[Tensor, Tensor],
+    exactly: Exactly,
+    far: PerformerFar,
+) -> tuple[Part, list[Part]]:
+    """What `performer_and_exact` joins."""
+    q, k, v = blank_padding(q, k, v, key_mask)
+    near = near_keys(q, k, v, key_mask, **exactly._asdict())
+    values, mask = v.repeat_interleave(sharing(q, v), 1), far_mask(key_mask, exactly.chosen)
+    estimate = partial(plain_features, far=far)
+    parts = far_parts(*mapped, values, mask, estimate, window=exactly.window, causal=exactly.causal)
+    return Part(near.out, near.log), _weighed(parts, far)
+
+
+def _weighed(parts: Sequence[Part], far: PerformerFar) -> list[Part]:
+    """Estimates that are those of `exp(scale q.k)`, times each head's factor."""
+    logs = far.logs + far.weight.to(far.logs.dtype)[:, None]
+    bound = lowest(logs.dtype)
+    return [Part(part.out, torch.where(part.log > bound / 2, part.log + logs, bound)) for part in parts]
+
+
+def plain_features(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, *, far: PerformerFar, state: State | None = None
+) -> Part:
+    """Attention by random features, mixed with uniform attention, after a state."""
+    how = {"projection": far.projection, "offsets": far.offsets, "kernel": far.kernel, "scale": far.scale}
+    own = None if state is None else {name: x for name, x in state.items() if name != UNIFORM}
+    out, logs, _ = performer_heads(q, k, v, mask, **how, causal=causal, state=own)
+    return Part(_with_share(out, v, mask, far, causal, None if state is None else state.get(UNIFORM)), logs)
+
+
+def _with_share(
+    out: Tensor, v: Tensor, mask: Tensor | None, far: PerformerFar, causal: bool, earlier: Tensor | None = None
+) -> Tensor:
+    return out if far.share is None else mixed(out, v, mask, far.share, causal=causal, earlier=earlier)[0]
+
+
+def performer_and_exact_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None = None,
+    state: State | None = None,
+    *,
+    mapped: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    sinks: int,
+    window: int,
+    scale: float,
+    far: PerformerFar,
+) -> tuple[Tensor, State]:
+    """The op of this name in `api.py`, which explains the arguments and checks them."""
+    known = None if state is None else {name: state[name] for name in ("top", "sums", UNIFORM) if name in state}
+    ring = extended(
+        None if state is None else {n: x for n, x in state.items() if n in (*PARTS, "span")}, k, v, key_mask
+    )
+    k, v, key_mask = content(ring)
+    exactly = Exactly(True, window, first_keys(k, key_mask, sinks), scale)
+    queries, keys = mapped(q, k)
+    estimate = partial(plain_features, far=far, state=known)
+    out = attend_performer(
+        q, k, v, key_mask, (queries, keys), exactly, far, near_keys, estimate, more=known is not None
+    )
+    left = reach(window, True)[0]
+    beyond = max(k.shape[2] - left, 0) if window else k.shape[2]
+    mask = far_mask(key_mask, exactly.chosen)
+    # After a masked key, so that there is one.
+    mask = F.pad(torch.ones_like(k[:, 0, :beyond, 0], dtype=torch.bool) if mask is None else mask[:, :beyond], (1, 0))
+    gone = F.pad(keys[:, :, :beyond], (0, 0, 1, 0))
+    values = F.pad(v[:, :, :beyond].repeat_interleave(sharing(q, v), 1), (0, 0, 1, 0))
+    how = {
+        "projection": far.projection,
+        "offsets": far.offsets,
+        "kernel": far.kernel,
+        "scale": far.scale,
+        "causal": True,
+    }
+    own = None if known is None else {name: x for name, x in known.items() if name != UNIFORM}
+    _, _, later = performer_heads(queries[:, :, :1], gone, values, mask, **how, state=own)
+    if far.share is not None:
+        uniform = None if known is None else known.get(UNIFORM)
+        one = values.new_zeros(*q.shape[:2], 1, v.shape[3])
+        later[UNIFORM] = mixed(one, values, mask, far.share, causal=True, earlier=uniform)[1]
+    return out, {**later, **_exact_keys(ring, exactly.chosen, sinks, left)}

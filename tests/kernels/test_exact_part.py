@@ -1,0 +1,260 @@
+"""Exact keys joined with estimates for the others: both implementations against dense weights in float64."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from approx_kernels.dispatch.implementation import chosen as run_by
+from approx_kernels.dispatch.implementation import implementation
+from approx_kernels.ops.exact_part.api import (
+    Exactly,
+    LinearFar,
+    PerformerFar,
+    first_keys,
+    linear_and_exact,
+    linear_and_exact_decode,
+    performer_and_exact,
+    performer_and_exact_decode,
+)
+from approx_kernels.ops.exact_part.cpu import near_lists
+from approx_kernels.ops.exact_part.reference import near_keys, reach
+from approx_kernels.ops.linear.reference import features
+from approx_kernels.ops.performer.api import draw_projection
+from c_sources import needs_compiler
+from closeness import assert_close
+
+SCALE = 0.4
+
+
+def near_pairs(length, keys, mask, window, chosen, causal):
+    """Which keys each query sees exactly, and which it sees at all, [B or 1, 1, L, S]."""
+    place, key = torch.arange(length)[:, None] + keys - length, torch.arange(keys)
+    left, right = reach(window, causal)
+    near = ((key >= place - left) & (key <= place + right))[None] & (window > 0)
+    near = near if chosen is None else near | chosen[:, None]
+    seen = (key <= place)[None] if causal else torch.ones(1, length, keys, dtype=torch.bool)
+    seen = seen if mask is None else seen & mask[:, None]
+    return (near & seen)[:, None], seen[:, None]
+
+
+def dense_near(q, k, v, mask, *, window, chosen, causal, scale):
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    near, _ = near_pairs(q.shape[2], k.shape[2], mask, window, chosen, causal)
+    scores = (q @ k.mT * scale).masked_fill(~near, -1e30)
+    largest = scores.amax(-1, keepdim=True)
+    weights = (scores - largest).exp().masked_fill(~near, 0.0)
+    total = weights.sum(-1)
+    out = weights @ v / total.clamp(min=1.0)[..., None]
+    return out, largest[..., 0] + total.clamp(min=1.0).log(), total
+
+
+@given(
+    length=st.integers(1, 150),
+    more=st.sampled_from((0, 0, -70, 5, 90)),
+    groups=st.integers(1, 2),
+    shared=st.integers(1, 2),
+    size=st.integers(3, 20),
+    window=st.sampled_from((0, 1, 7, 64, 200)),
+    density=st.sampled_from((None, 0.1, 0.5)),
+    masked=st.booleans(),
+    causal=st.booleans(),
+)
+@settings(max_examples=60)
+@needs_compiler
+def test_near_keys_and_their_gradients_equal_a_dense_softmax(
+    length, more, groups, shared, size, window, density, masked, causal
+):
+    keys = max(length + more, 1)
+    shapes = (groups * shared, length, size), (groups, keys, size), (groups, keys, 5)
+    tensors = [torch.randn(2, *shape) for shape in shapes]
+    mask = torch.rand(2, keys) < 0.7 if masked else None
+    chosen = None if density is None else torch.rand(2, keys) < density
+    real = mask[:, None] if mask is not None and length == keys else torch.ones(1, 1, 1, dtype=torch.bool)
+    grads = torch.randn(2, groups * shared, length, 5), *torch.randn(2, 2, groups * shared, length)
+    how = {"window": window, "chosen": chosen, "causal": causal, "scale": SCALE}
+    results = []
+    for near, dtype in ((dense_near, torch.float64), (near_keys, torch.float64), (near_lists, torch.float32)):
+        q, k, v = inputs = [x.to(dtype).requires_grad_() for x in tensors]
+        out, log, total = near(q, k, v, mask, **how)
+        counted = (total > 0) & real
+        parts = out * counted[..., None], log.masked_fill(~counted, 0.0), total * counted
+        loss = torch.stack([(x * grad.to(dtype)).sum() for x, grad in zip(parts, grads, strict=True)]).sum()
+        results.append((*parts, *torch.autograd.grad(loss, inputs, materialize_grads=True)))
+    for dense, plain, listed in zip(*results, strict=True):
+        torch.testing.assert_close(plain, dense)
+        torch.testing.assert_close(listed.double(), dense, rtol=2e-4, atol=2e-4)
+
+
+def dense_linear(q, k, v, mask, exactly, far):
+    """Outputs by weights of single pairs."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    near, seen = near_pairs(q.shape[2], k.shape[2], mask, exactly.window, exactly.chosen, exactly.causal)
+    scores = (q @ k.mT * exactly.scale).masked_fill(~near, -1e30)
+    exact = (scores - scores.amax(-1, keepdim=True)).exp().masked_fill(~near, 0.0)
+    maps = far.maps or (None, None)
+    of_queries, of_keys = features(q, far.feature_map, maps[0]), features(k, far.feature_map, maps[1])
+    gates = (q @ far.query_gate[:, :-1, None] + far.query_gate[:, None, -1:]).exp()
+    weights = gates * (of_queries @ (of_keys * (k @ far.key_gate[..., None]).exp()).mT)
+    weights = exact + weights.masked_fill(near | ~seen, 0.0)
+    total = weights.sum(-1, keepdim=True)
+    return weights @ v / total.masked_fill(total == 0, 1.0)
+
+
+def linear_far(feature_map, heads, size, features, dtype):
+    rows = size + (feature_map == "t2r")
+    columns = features // 2 if feature_map == "hedgehog" else size
+    drawn = torch.randn(2, heads, rows, columns, dtype=dtype)
+    maps = (drawn[0], drawn[1]) if feature_map in ("t2r", "hedgehog") else None
+    gates = torch.randn(heads, size + 1, dtype=dtype) * 0.3, torch.randn(heads, size, dtype=dtype) * 0.3
+    return LinearFar(feature_map, maps, *gates, 1.0)
+
+
+def cast(far, dtype):
+    """The same estimate in another dtype."""
+    values = [
+        tuple(x.to(dtype) for x in value)
+        if isinstance(value, tuple)
+        else value.to(dtype)
+        if torch.is_tensor(value)
+        else value
+        for value in far
+    ]
+    return type(far)(*values)
+
+
+CASES = [
+    (feature_map, window, density, masked, causal)
+    for feature_map in ("elu", "t2r", "hedgehog")
+    for window, density in ((0, 0.2), (5, None), (5, 0.2))
+    for masked in (False, True)
+    for causal in (False, True)
+]
+
+
+@pytest.mark.parametrize(("feature_map", "window", "density", "masked", "causal"), CASES)
+@needs_compiler
+@pytest.mark.sample(12)
+def test_linear_and_exact_equals_weights_of_single_pairs(feature_map, window, density, masked, causal):
+    q, k, v = torch.randn(2, 4, 90, 8), torch.randn(2, 2, 90, 8), torch.randn(2, 2, 90, 6).abs() + 0.1
+    mask = torch.rand(2, 90) < 0.7 if masked else None
+    chosen = None if density is None else torch.rand(2, 90) < density
+    exactly, far = Exactly(causal, window, chosen, SCALE), linear_far(feature_map, 4, 8, 24, torch.float32)
+    real = torch.ones(1, 1, 1, 1) if mask is None else mask[:, None, :, None].float()
+    wide, how = (q.double(), k.double(), v.double(), mask), {"exactly": exactly, "far": cast(far, torch.float64)}
+    exact = dense_linear(*wide, *how.values()) * real
+    double = linear_and_exact(*wide, **how, impl="reference") * real
+    torch.testing.assert_close(double, exact)
+    plain = linear_and_exact(q, k, v, mask, exactly=exactly, far=far, impl="reference") * real
+    assert_close("out", linear_and_exact(q, k, v, mask, exactly=exactly, far=far, impl="cpu") * real, plain, exact)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize("of_heads", [False, True], ids=["shared rows", "rows per head"])
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "padded"])
+@needs_compiler
+def test_performer_and_exact_equals_weights_of_single_pairs(causal, of_heads, masked):
+    q, k, v = torch.randn(3, 2, 4, 90, 8).double().unbind()
+    mask = torch.rand(2, 90) < 0.7 if masked else None
+    rows = draw_projection(8, features=16, orthogonal=True, seed=1).double()
+    offsets = torch.randn(4, 16).double() * 0.2 if of_heads else None
+    rows = rows.repeat(4, 1, 1) if of_heads else rows
+    exactly = Exactly(causal, 6, torch.rand(2, 90) < 0.1, SCALE)
+    x, y = q * SCALE**0.5, k * SCALE**0.5
+    logs = x.square().sum(-1) / -2 - math.log(16)
+    far = PerformerFar(rows, offsets, None, "softmax", SCALE, torch.randn(4).double(), logs)
+    near, seen = near_pairs(90, 90, mask, 6, exactly.chosen, causal)
+    of_queries = x @ rows.mT + (0.0 if offsets is None else offsets[:, None])
+    of_keys = y @ rows.mT - y.square().sum(-1, keepdim=True) / 2
+    estimates = (of_queries + logs[..., None] + far.weight[:, None, None]).exp() @ of_keys.exp().mT
+    weights = torch.where(near, (q @ k.mT * SCALE).exp(), estimates).masked_fill(~seen, 0.0)
+    total = weights.sum(-1, keepdim=True)
+    exact = weights @ v / total.masked_fill(total == 0, 1.0)
+    real = torch.ones(1, 1, 1, 1) if mask is None else mask[:, None, :, None].double()
+    double = performer_and_exact(q, k, v, mask, mapped=(q, k), exactly=exactly, far=far, impl="reference")
+    torch.testing.assert_close(double * real, exact * real)
+    q, k, v = q.float(), k.float(), v.float()
+    how = {"mapped": (q, k), "exactly": exactly, "far": cast(far, torch.float32)}
+    plain, listed = (
+        performer_and_exact(q, k, v, mask, **how, impl=impl) * real.float() for impl in ("reference", "cpu")
+    )
+    assert_close("out", listed, plain, exact * real, factor=4.0)
+
+
+@pytest.mark.parametrize(("sinks", "window"), [(0, 5), (3, 5), (3, 0), (2, 1)])
+@pytest.mark.parametrize("cuts", [(60, 61, 62, 90, 95), (1, 2, 3, 4, 5, 6, 7, 8), (40,)], ids=str)
+def test_decoding_gives_what_the_whole_gives_from_a_state_of_constant_size(sinks, window, cuts):
+    q, k, v = torch.randn(2, 4, 120, 8), torch.randn(2, 2, 120, 8), torch.randn(2, 2, 120, 6)
+    mask = torch.ones(2, 120, dtype=torch.bool)
+    mask[0, :30] = False
+    rows = draw_projection(8, features=16, orthogonal=True, seed=1)
+    linear = linear_far("hedgehog", 4, 8, 24, torch.float32)
+    share = torch.rand(4)
+    exactly = Exactly(True, window, first_keys(k, mask, sinks), SCALE)
+
+    def mapped(q, k):
+        return q, k.repeat_interleave(2, 1)
+
+    def performer(q):
+        return PerformerFar(rows, None, share, "softmax", SCALE, torch.zeros(4), q.square().sum(-1) * SCALE / -2)
+
+    wholes = {
+        "linear": linear_and_exact(q, k, v, mask, exactly=exactly, far=linear),
+        "performer": performer_and_exact(q, k, v, mask, mapped=mapped(q, k), exactly=exactly, far=performer(q)),
+    }
+    kept = {"sinks": sinks, "window": window, "scale": SCALE}
+    for name, whole in wholes.items():
+        state, out, sizes = None, [], []
+        for begin, end in zip((0, *cuts), (*cuts, 120), strict=True):
+            new = slice(begin, end)
+            piece = q[:, :, new], k[:, :, new], v[:, :, new], mask[:, new], state
+            if name == "linear":
+                some, state = linear_and_exact_decode(*piece, **kept, far=linear)
+            else:
+                some, state = performer_and_exact_decode(*piece, **kept, mapped=mapped, far=performer(q[:, :, new]))
+            out.append(some)
+            first, last = state["span"].shape[1:3]
+            sizes.append(last - first)
+        assert max(sizes) <= sinks + max(window - 1, 0)
+        real = mask[:, None, :, None]
+        torch.testing.assert_close(torch.cat(out, 2) * real, whole * real, rtol=1e-4, atol=1e-5)
+
+
+@needs_compiler
+def test_trained_rows_and_other_dtypes_run_in_pytorch():
+    q = torch.randn(1, 2, 20, 8)
+    rows = draw_projection(8, features=16, orthogonal=True, seed=1).requires_grad_()
+    far = PerformerFar(rows, None, None, "softmax", SCALE, torch.zeros(2), q.square().sum(-1) / -2)
+    exactly = Exactly(False, 3, None, SCALE)
+    out = performer_and_exact(q, q, q, mapped=(q, q), exactly=exactly, far=far)
+    assert run_by()["performer_and_exact"] == "reference"
+    assert torch.autograd.grad(out.square().sum(), rows)[0].ne(0).any()
+    with pytest.raises(ValueError, match="no gradient of the projection"):
+        performer_and_exact(q, q, q, mapped=(q, q), exactly=exactly, far=far, impl="cpu")
+    with implementation("reference"):
+        half = linear_and_exact(
+            q.half(), q.half(), q.half(), exactly=exactly, far=linear_far("elu", 2, 8, 0, torch.float32)
+        )
+    assert half.dtype == torch.float16
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"exactly": Exactly(False, 3, torch.ones(1, 19, dtype=torch.bool), SCALE)},
+            r"expected torch.bool of shape \[1, 20\]",
+        ),
+        ({"exactly": Exactly(False, 3, torch.ones(1, 20), SCALE)}, "chosen is torch.float32"),
+        ({"exactly": Exactly(False, -1, None, SCALE)}, "window is -1"),
+        ({"far": linear_far("elu", 2, 8, 0, torch.float32)._replace(feature_map="hedgehog")}, "maps is None"),
+        ({"far": linear_far("elu", 2, 7, 0, torch.float32)}, "query_gate"),
+    ],
+)
+def test_rejects_arguments_that_do_not_fit(change, message):
+    q = torch.randn(1, 2, 20, 8)
+    how = {"exactly": Exactly(False, 3, None, SCALE), "far": linear_far("elu", 2, 8, 0, torch.float32)}
+    with pytest.raises(ValueError, match=message):
+        linear_and_exact(q, q, q, **how | change)

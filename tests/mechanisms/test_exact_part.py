@@ -1,0 +1,169 @@
+"""Exact keys of cheap mechanisms: which they are, and a start that is no worse than these keys alone."""
+
+import pytest
+import torch
+
+from approx.errors import ApproxError
+from approx.mechanisms.linear import LinearAttention
+from approx.mechanisms.performer import PerformerAttention
+from approx_kernels.ops.exact.api import exact_attention
+
+KINDS = (LinearAttention, PerformerAttention)
+SEPARATOR = 9
+over_kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+over_forms = pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+
+
+def peaked(length=150, size=16):
+    """Queries, keys and values, some of whose scores are large, and a mask with padding on the left."""
+    q, k, v = torch.randn(3, 2, 4, length, size).unbind()
+    mask = torch.ones(2, length, dtype=torch.bool)
+    mask[0, :40] = False
+    return 2 * q, k + 0.5, v, mask
+
+
+def made(kind, *, causal=False, **settings):
+    return kind(4, 16, causal=causal, scale=0.25, **settings)
+
+
+def error(mechanism, q, k, v, mask, **tokens):
+    exact = exact_attention(q, k, v, mask, causal=mechanism.causal, scale=0.25)
+    apart = (mechanism(q, k, v, mask, **tokens) - exact) * mask[:, None, :, None]
+    return apart.square().sum((0, 2, 3))
+
+
+def without_estimates(mechanism):
+    """A mechanism whose estimates have no weight, so that only its exact keys count."""
+    if isinstance(mechanism, LinearAttention):
+        assert mechanism.query_gate is not None
+        mechanism.query_gate.data[:, -1] = -40.0
+    else:
+        mechanism.far_weight.data.fill_(-40.0)
+    return mechanism
+
+
+@over_kinds
+@over_forms
+@pytest.mark.parametrize("settings", [{"window": 8}, {"window": 8, "sinks": 5}, {"window": 0, "sinks": 5}], ids=str)
+@torch.no_grad()
+def test_calibration_leaves_no_head_worse_than_its_exact_keys_alone(kind, causal, settings):
+    q, k, v, mask = peaked()
+    fitted = made(kind, causal=causal, **settings)
+    fitted.calibrate(q, k, v, mask)
+    alone = without_estimates(made(kind, causal=causal, **settings))
+    before = made(kind, causal=causal, **settings)
+    assert (error(fitted, q, k, v, mask) <= error(alone, q, k, v, mask) * 1.0001).all()
+    assert error(fitted, q, k, v, mask).sum() < error(before, q, k, v, mask).sum()
+
+
+@over_kinds
+@torch.no_grad()
+def test_estimates_of_heads_whose_exact_keys_hold_all_weight_start_without_any(kind):
+    # Each query attends to its own key alone, which a window holds.
+    q = k = 12 * torch.nn.functional.normalize(torch.randn(1, 4, 100, 16), dim=-1)
+    v = torch.randn(1, 4, 100, 16)
+    mechanism = made(kind, window=2)
+    mechanism.calibrate(q, k, v)
+    mask = torch.ones(1, 100, dtype=torch.bool)
+    torch.testing.assert_close(error(mechanism, q, k, v, mask), torch.zeros(4), atol=0.1, rtol=0.0)
+
+
+@over_kinds
+@torch.no_grad()
+def test_question_is_exact_for_all_queries(kind):
+    q, k, v, mask = peaked(60)
+    tokens = torch.randint(10, 90, (2, 60))
+    tokens[0, 55], tokens[1, 20], tokens[1, 59] = SEPARATOR, SEPARATOR, SEPARATOR
+    mechanism = made(kind, window=0, global_tokens="question", separator=SEPARATOR)
+    exactly = mechanism.exactly(k, mask, tokens)
+    # Of the first sample, whose padding comes first, tokens 40 to 55; of the second 0 to 20.
+    assert exactly.chosen[0].nonzero().flatten().tolist() == list(range(40, 56))
+    assert exactly.chosen[1].nonzero().flatten().tolist() == list(range(21))
+    # Only the separator at the end: the whole text is the question, and exact.
+    tokens[1, 20] = 50
+    torch.testing.assert_close(error(mechanism, q, k, v, mask, tokens=tokens)[:0], torch.zeros(0))
+    exact = exact_attention(q, k, v, mask, causal=False, scale=0.25)
+    torch.testing.assert_close(mechanism(q, k, v, mask, tokens=tokens)[1], exact[1])
+
+
+@over_kinds
+@torch.no_grad()
+def test_positions_count_real_tokens(kind):
+    _, k, _, mask = peaked(60)
+    chosen = made(kind, sinks=2, global_tokens=[0, 5]).exactly(k, mask).chosen
+    assert chosen[0].nonzero().flatten().tolist() == [40, 41, 45]
+    assert chosen[1].nonzero().flatten().tolist() == [0, 1, 5]
+
+
+@over_kinds
+def test_decoders_keep_their_first_tokens_and_encoders_a_window(kind):
+    assert (made(kind, causal=True).window, made(kind, causal=True).sinks) == (64, 4)
+    assert (made(kind).window, made(kind).sinks) == (32, 0)
+    assert made(kind).approximates_from() == 34
+    assert made(kind, causal=True).approximates_from() == 69
+
+
+@over_kinds
+@over_forms
+@torch.no_grad()
+def test_pairs_that_are_not_exact_are_those_whose_weights_differ(kind, causal):
+    mechanism = made(kind, causal=causal, window=4, sinks=2)
+    q, k, v, _ = peaked(40)
+    mechanism.calibrate(q, k, v)
+    exactly = mechanism.exactly(k, None)
+    place = torch.arange(40)
+    distance = place[:, None] - place
+    near = distance.abs() <= 4 if not causal else (distance >= 0) & (distance < 4)
+    seen = torch.ones_like(near) if not causal else distance >= 0
+    near = (near | exactly.chosen[0]) & seen
+    assert mechanism.approximated_pairs(40) == pytest.approx(1 - int(near.sum()) / int(seen.sum()))
+
+
+@over_kinds
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"window": -1}, "window"),
+        ({"sinks": 1.5}, "sinks"),
+        ({"global_tokens": "everything"}, "'auto', 'none', 'first', 'separator', 'question'"),
+        ({"global_tokens": [1, 1]}, "different whole numbers"),
+        ({"global_tokens": "question", "causal": True}, "Say how many with 'sinks'"),
+    ],
+)
+def test_rejects_wrong_settings(kind, settings, message):
+    with pytest.raises(ApproxError, match=message):
+        made(kind, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"features": 30}, "even number of at least 32"),
+        ({"features": 33}, "even number"),
+        ({"features": 64, "feature_map": "elu"}, "Leave it out, or choose 'hedgehog'"),
+        ({"gate": False, "sinks": 2}, "need a gate"),
+        ({"gate": False, "global_tokens": "question"}, "need a gate"),
+    ],
+)
+def test_linear_rejects_settings_that_exclude_each_other(settings, message):
+    with pytest.raises(ApproxError, match=message):
+        made(LinearAttention, **settings)
+
+
+def test_question_needs_token_ids():
+    q, k, v, mask = peaked(20)
+    mechanism = made(LinearAttention, global_tokens="question", separator=SEPARATOR)
+    with pytest.raises(ApproxError, match="needs the token ids"):
+        mechanism(q, k, v, mask)
+    with pytest.raises(ValueError, match=r"tokens has shape \[2, 19\]"):
+        mechanism(q, k, v, mask, tokens=torch.zeros(2, 19, dtype=torch.long))
+
+
+def test_learned_share_stays_within_its_limits():
+    mechanism = made(PerformerAttention)
+    assert {"projection", "share", "far_weight"} <= {name for name, _ in mechanism.named_parameters()}
+    mechanism.share.data.copy_(torch.tensor([-0.3, 0.2, 1.4, 0.9]))
+    mechanism.after_step(1)
+    assert mechanism.share.tolist() == pytest.approx([0.0, 0.2, 0.9, 0.9])
+    redrawn = made(PerformerAttention, redraw_every=2)
+    assert "projection" not in dict(redrawn.named_parameters())

@@ -103,16 +103,16 @@ class ExactPart(Mechanism, abstract=True):
 
     def approximated_pairs(self, length: int) -> float:
         """The pairs outside the window and of other keys than the first; tokens chosen by content are not counted."""
-        position = torch.arange(length)
-        last = self.window - 1 if self.causal else self.window
-        distance = position[:, None] - position
-        far = (distance > last) if self.causal else (distance.abs() > last)
-        far = far if self.window else torch.ones_like(far)
-        far &= (distance >= 0) if self.causal else True
-        far[:, : self.sinks] = False
-        far[:, [place for place in self._positions if place < length]] = False
-        pairs = length * (length + 1) // 2 if self.causal else length * length
-        return float(far.sum()) / pairs
+        last = (self.window - self.causal) if self.window else -1
+        chosen = {*range(self.sinks), *self._positions}
+
+        def outside(key: int) -> int:
+            """Queries that see a key, but not in their windows."""
+            after = max(length - 1 - last - key, 0)
+            return after if self.causal else min(max(key - last, 0) + after, length)
+
+        far = sum(outside(key) for key in range(length) if key not in chosen)
+        return far / (length * (length + 1) // 2 if self.causal else length * length)
 
     def near_pairs(self, length: int) -> int:
         """Keys that the exact part computes for each of `length` queries, rounded up to its blocks."""

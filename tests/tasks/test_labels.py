@@ -105,7 +105,7 @@ def test_training_says_that_the_labels_are_in_another_order_and_resumes_with_it(
     # A tenth of them is held out, and measured before the first step.
     data = tmp_path / "train.tsv"
     data.write_text("sentence\tlabel\n" + "the film is good\t1\nthe film is bad\t0\n" * 200)
-    options = options_of(str(data), steps=2, evaluate_every=2)
+    options = options_of(str(data), steps=40, evaluate_every=40)
     noted = []
     for resume in (False, True):
         wrong, reader = seeing(["good", "bad"], None, swapped=False)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from approx_kernels.ops.linear.reference import continue_sums, drop_keys, features
+from approx_kernels.ops.linear.reference import continue_sums, drop_keys, features, scaled
 from approx_kernels.ops.performer.reference import SUMS as UNIFORM
 from approx_kernels.ops.performer.reference import mixed, performer_heads
 from approx_kernels.runtime.pytorch import without_autocast
@@ -283,15 +283,15 @@ class LinearFar(NamedTuple):
 
     def queries(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """Features, [B, H, L, F], and the logarithms of their gates, [B, H, L], in at least float32."""
-        q = q.to(torch.promote_types(q.dtype, torch.float32)) * self.input_scale
+        q = scaled(q.to(torch.promote_types(q.dtype, torch.float32)), self.input_scale)
         gate = self.query_gate.to(q.dtype)
-        logs = (q * gate[:, None, :-1]).sum(-1) + gate[:, -1:]
+        logs = (q @ gate[:, :-1, None])[..., 0] + gate[:, -1:]
         return features(q, self.feature_map, None if self.maps is None else self.maps[0]), logs
 
     def keys(self, k: Tensor) -> Tensor:
         """Features times gates of keys [B, H, S, D], in at least float32."""
-        k = k.to(torch.promote_types(k.dtype, torch.float32)) * self.input_scale
-        gate = (k * self.key_gate.to(k.dtype)[:, None]).sum(-1, keepdim=True).clamp(max=_MOST_GATE).exp()
+        k = scaled(k.to(torch.promote_types(k.dtype, torch.float32)), self.input_scale)
+        gate = (k @ self.key_gate.to(k.dtype)[..., None]).clamp(max=_MOST_GATE).exp()
         return features(k, self.feature_map, None if self.maps is None else self.maps[1]) * gate
 
 
@@ -381,12 +381,17 @@ def _linear_far(
 ) -> tuple[Tensor, Tensor, list[Part]]:
     """Features of keys and values, for each query head, and the parts outside the window."""
     queries, gates = far.queries(q)
-    keys = far.keys(k.repeat_interleave(sharing(q, k), 1))
-    values = v.repeat_interleave(sharing(q, k), 1).to(gates.dtype)
+    keys, values = far.keys(_per_query_head(q, k)), _per_query_head(q, v).to(gates.dtype)
     sums_op = sums_op if earlier is None else partial(plain_sums, earlier=earlier)
     ways = {"window": exactly.window, "causal": exactly.causal, "more": earlier is not None}
     parts = far_parts(queries, keys, values, mask, sums_op, **ways)
     return keys, values, [Part(part.out, part.log + gates) for part in parts]
+
+
+def _per_query_head(q: Tensor, x: Tensor) -> Tensor:
+    """Keys or values [B, G, S, n] as one for each query head, [B, H, S, n]."""
+    count = sharing(q, x)
+    return x if count == 1 else x.repeat_interleave(count, 1)
 
 
 def linear_parts(
@@ -526,7 +531,7 @@ def attend_performer(
     with without_autocast(q.device.type):
         near = near_op(q, k, v, key_mask, **exactly._asdict())
         queries, keys = mapped
-        values, mask = v.repeat_interleave(sharing(q, v), 1), far_mask(key_mask, exactly.chosen)
+        values, mask = _per_query_head(q, v), far_mask(key_mask, exactly.chosen)
         ways = {"window": exactly.window, "causal": exactly.causal, "more": more}
         parts = far_parts(queries, keys, values, mask, features_op, **ways)
         return joined([Part(near.out, near.log.to(far.logs.dtype)), *_weighed(parts, far)]).to(q.dtype)
@@ -545,7 +550,7 @@ def performer_parts(
     """What `performer_and_exact` joins."""
     q, k, v = blank_padding(q, k, v, key_mask)
     near = near_keys(q, k, v, key_mask, **exactly._asdict())
-    values, mask = v.repeat_interleave(sharing(q, v), 1), far_mask(key_mask, exactly.chosen)
+    values, mask = _per_query_head(q, v), far_mask(key_mask, exactly.chosen)
     estimate = partial(plain_features, far=far)
     parts = far_parts(*mapped, values, mask, estimate, window=exactly.window, causal=exactly.causal)
     return Part(near.out, near.log), _weighed(parts, far)
@@ -605,7 +610,7 @@ def performer_and_exact_decode(
     # After a masked key, so that there is one.
     mask = F.pad(torch.ones_like(k[:, 0, :beyond, 0], dtype=torch.bool) if mask is None else mask[:, :beyond], (1, 0))
     gone = F.pad(keys[:, :, :beyond], (0, 0, 1, 0))
-    values = F.pad(v[:, :, :beyond].repeat_interleave(sharing(q, v), 1), (0, 0, 1, 0))
+    values = F.pad(_per_query_head(q, v[:, :, :beyond]), (0, 0, 1, 0))
     how = {
         "projection": far.projection,
         "offsets": far.offsets,

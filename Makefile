@@ -21,9 +21,7 @@ LOWEST = grep -oE '"[a-z0-9_-]+>=[0-9.]+' pyproject.toml | tr -d '"' | sed 's/>=
 # The C of the kernels.
 C = kernels/approx_kernels/cpu/c
 
-# uv, where it is on the PATH, installs in a third of the time; where it cannot, pip says why.
-PIP = $(VENV)/bin/python -m pip --disable-pip-version-check install
-INSTALL = $(if $(shell command -v uv),uv pip install --quiet --python $(VENV)/bin/python $(1) || )$(PIP) $(1)
+PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 NO_GPU := $(shell [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null 2>&1 && echo yes)
 
 .PHONY: help demo test test-all test-lowest lint audit bench clean mutants sanitize fuzz kills
@@ -96,7 +94,7 @@ ifeq ($(NO_GPU),yes)
 	@echo "For a CPU build stop this and say which, as on pytorch.org/get-started: make $(MAKECMDGOALS) TORCH='torch --index-url …'"
 endif
 else
-	$(call INSTALL,$(TORCH))
+	$(PIP) install $(TORCH)
 endif
 	@touch $@
 
@@ -105,9 +103,9 @@ $(VENV)/lowest.txt: pyproject.toml $(VENV)/.python
 	$(LOWEST) | grep -v '^torch==' >$@
 
 $(VENV)/.demo: pyproject.toml $(VENV)/.python $(CONSTRAINTS)
-	$(call INSTALL,$(addprefix -c ,$(CONSTRAINTS)) -e .)
+	$(PIP) install $(addprefix -c ,$(CONSTRAINTS)) -e .
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.python $(CONSTRAINTS)
-	$(call INSTALL,$(addprefix -c ,$(CONSTRAINTS)) -e '.[dev]')
+	$(PIP) install $(addprefix -c ,$(CONSTRAINTS)) -e '.[dev]'
 	@touch $@ $(VENV)/.demo

@@ -10,7 +10,7 @@ SEED ?= 1
 MINUTES ?= $(if $(filter fuzz,$(MAKECMDGOALS)),10,20)
 # How many commands `make kills` kills.
 KILLS ?= 100
-# Compiled modules are kept: uv installs none, and the tests start many processes.
+# Compiled modules are kept: the tests start many processes.
 unexport PYTHONDONTWRITEBYTECODE
 # What pip installs before anything else, to choose a build of PyTorch: TORCH=torch==2.13.0, or any words that pip understands.
 TORCH ?=

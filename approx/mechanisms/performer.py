@@ -298,7 +298,11 @@ class PerformerAttention(ExactPart):
         share = self._share(self.floor, q)
         exact = {"sinks": self.sinks, "window": self.window, "scale": self.scale}
         _, far = self._far(q, k, share)
-        mapped = lambda q, k: self._far(q, k, share)[0]  # noqa: E731  # the op maps the keys that its state holds
+
+        def mapped(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+            """Also of the keys that the state holds."""
+            return self._far(q, k, share)[0]
+
         return performer_and_exact_decode(q, k, v, key_mask, state, **exact, mapped=mapped, far=far)
 
     def _far(self, q: Tensor, k: Tensor, share: Tensor | None) -> tuple[tuple[Tensor, Tensor], PerformerFar]:

@@ -32,14 +32,19 @@ def error(mechanism, q, k, v, mask, **tokens):
     return apart.square().sum((0, 2, 3))
 
 
-def without_estimates(mechanism):
-    """A mechanism whose estimates have no weight, so that only its exact keys count."""
+def weighed(mechanism, factor):
+    """A mechanism whose estimates count with a factor, given by its logarithm."""
     if isinstance(mechanism, LinearAttention):
         assert mechanism.query_gate is not None
-        mechanism.query_gate.data[:, -1] = -40.0
+        mechanism.query_gate.data[:, -1] = factor
     else:
-        mechanism.far_weight.data.fill_(-40.0)
+        mechanism.far_weight.data.fill_(factor)
     return mechanism
+
+
+def without_estimates(mechanism):
+    """A mechanism of which only the exact keys count."""
+    return weighed(mechanism, -40.0)
 
 
 @over_kinds
@@ -62,9 +67,10 @@ def test_estimates_of_heads_whose_exact_keys_hold_all_weight_start_without_any(k
     # Each query attends to its own key alone, which a window holds.
     q = k = 12 * torch.nn.functional.normalize(torch.randn(1, 4, 100, 16), dim=-1)
     v = torch.randn(1, 4, 100, 16)
-    mechanism = made(kind, window=2)
-    mechanism.calibrate(q, k, v)
+    mechanism = weighed(made(kind, window=2), 40.0)
     mask = torch.ones(1, 100, dtype=torch.bool)
+    assert error(mechanism, q, k, v, mask).min() > 1
+    mechanism.calibrate(q, k, v)
     torch.testing.assert_close(error(mechanism, q, k, v, mask), torch.zeros(4), atol=0.1, rtol=0.0)
 
 
@@ -79,9 +85,11 @@ def test_question_is_exact_for_all_queries(kind):
     # Of the first sample, whose padding comes first, tokens 40 to 55; of the second 0 to 20.
     assert exactly.chosen[0].nonzero().flatten().tolist() == list(range(40, 56))
     assert exactly.chosen[1].nonzero().flatten().tolist() == list(range(21))
+    alone = without_estimates(made(kind, window=0, global_tokens="question", separator=SEPARATOR))
+    of_question = exact_attention(q, k, v, exactly.chosen, causal=False, scale=0.25)
+    torch.testing.assert_close(alone(q, k, v, mask, tokens=tokens)[1], of_question[1])
     # Only the separator at the end: the whole text is the question, and exact.
     tokens[1, 20] = 50
-    torch.testing.assert_close(error(mechanism, q, k, v, mask, tokens=tokens)[:0], torch.zeros(0))
     exact = exact_attention(q, k, v, mask, causal=False, scale=0.25)
     torch.testing.assert_close(mechanism(q, k, v, mask, tokens=tokens)[1], exact[1])
 

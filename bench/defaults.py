@@ -51,7 +51,7 @@ SEEDS, PASSES, FREE = 3, 3, 0.02
 _CLUSTERS: dict[str, tuple[Any, ...]] = {
     "iterations": (1, 2, 3, 5, 10),
     "bits": (16, 32, 48, 63),
-    "clusters": (None, 25, 50, 100, 200),
+    "clusters": ("auto", None, 25, 50, 100, 200),
     "hash_bias": (True, False),
     "frozen": (False, True),
 }
@@ -226,8 +226,8 @@ def report(made: dict[str, Any]) -> str:
         "# What settings buy on real activations",
         f"Error of a layer's attention output relative to exact attention, and CPU milliseconds of one thread for all six layers of "
         f"MiniLM on all texts, {machine['processor']}, torch {machine['torch']}, {made['seeds']} draws. {about}. Beside the value "
-        f"that is swept, iterations are 10, bits 63, topk 32, clusters 100 for `frozen`, and the rest at its default; clusters None "
-        f"follow the length. Made by `{made['command']}`, which says by which rules values are chosen.",
+        f"that is swept, iterations are 10, bits 63, topk 32, clusters 100 for `frozen`, and the rest at its default; clusters auto "
+        f"and None follow the length. Made by `{made['command']}`, which says by which rules values are chosen.",
     ]
     if made["crowded"]:
         parts.append("**Other programs were using the cores: the times are rough, the errors are not touched by it.**")
@@ -237,8 +237,12 @@ def report(made: dict[str, Any]) -> str:
         chosen = []
         for swept in sweeps:
             now = MECHANISMS[mechanism].defaults()[swept]
-            rule = best(made, mechanism, swept, now)
-            chosen.append(f"`{swept}` {rule}" + ("" if rule == now else f" (the default is {now})"))
+            values = [c["value"] for c in made["cases"] if (c["mechanism"], c["swept"]) == (mechanism, swept)]
+            if now in values:
+                rule = best(made, mechanism, swept, now)
+                chosen.append(f"`{swept}` {rule}" + ("" if rule == now else f" (the default is {now})"))
+            else:
+                chosen.append(f"`{swept}` nothing, since the default, {now}, was not measured")
             for case in made["cases"]:
                 if (case["mechanism"], case["swept"]) != (mechanism, swept):
                     continue
@@ -262,7 +266,7 @@ def draw(made: dict[str, Any], path: Path) -> None:
         axes = figure.add_subplot(xscale="log", yscale="log", xlabel=f"CPU ms, {last}", ylabel="relative error")
         for number, key in enumerate((mechanism, swept) for mechanism, sweeps in SWEEPS.items() for swept in sweeps):
             # A setting that depends on the length is one of the numbers here.
-            swept = [c for c in made["cases"] if (c["mechanism"], c["swept"]) == key and c["value"] is not None]
+            swept = [c for c in made["cases"] if (c["mechanism"], c["swept"]) == key and isinstance(c["value"], int)]
             figures = [case["found"][last] for case in swept]
             style = {"linestyle": ("-", "--")[number // 10], "marker": "os"[number // 10], "markersize": 3}
             axes.plot([f["ms"] for f in figures], [f["error"] for f in figures], label=": ".join(key), **style)

@@ -122,7 +122,7 @@ def results(long: Record, squad: Record, unhealed: Record) -> str:
         "of the Brown corpus, cut to that length; a small model trained for minutes, mostly on shorter texts, so compare within a column. "
         f"{_of_chance(long)}SQuAD: {squad.quality[0].examples:,} questions of {tokens.median} tokens in the median{_longest(tokens)}; "
         f"timed at {SQUAD_LENGTH}; **healed** is after [minutes of training](docs/healing.md) on other articles, which exact "
-        "attention got too. Every mechanism at its defaults, unless its settings are named. From "
+        "attention got too. Every mechanism at the defaults of its version, unless its settings are named. From "
         + "; ".join(
             sources.where(made, name, "reports") for made, name in ((long, LONG), (squad, SQUAD), (unhealed, UNHEALED))
         )

@@ -52,5 +52,9 @@ def test_settings_that_are_swept_exist_and_the_page_names_them(tmp_path):
     page = report(record)
     assert all(f"## {mechanism}" in page for mechanism in SWEEPS)
     assert "the times are rough" in page
+    assert "`clusters` auto, " in page
+    assert "`clusters` nothing, since the default, auto, was not measured" in report(
+        record | {"cases": [row for row in rows if row["value"] != "auto"]}
+    )
     draw(record, tmp_path / "defaults.svg")
     assert (tmp_path / "defaults.svg").read_text(encoding="utf-8").startswith("<?xml")

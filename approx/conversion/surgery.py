@@ -1,7 +1,7 @@
 """Surgery: apply a plan to a loaded model, and undo it; find the tokens that separate texts."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,13 +12,17 @@ from approx.checkpoints import checkpoint, families
 from approx.checkpoints.history import Receipt, Swapped
 from approx.conversion.calibration import calibrate, mechanisms
 from approx.errors import ApproxError, Exit
-from approx.mechanisms.mechanism import BY_CONTENT, MECHANISMS
+from approx.mechanisms.clustered import ClusteredAttention
+from approx.mechanisms.mechanism import BY_CONTENT, MECHANISMS, Mechanism
 from approx.planning import positions
 from approx.planning.anatomy import anatomy
 from approx.planning.plan import Plan, described, site_record
 from approx.planning.rule import Rule
 from approx.seam.dispatch import FORMAT, attach, detach, switch
 from approx.seam.internals import implementation_of
+
+# Clusters of so few that a model answers hardly any question about a text.
+_FEW_CLUSTERS = 25
 
 
 def with_separator(plan: Plan, find: Callable[[], int | None], *, answers: bool) -> Plan:
@@ -143,9 +147,8 @@ def exchange(model: Any, plan: Plan, *, max_length: int | None = None, bundle_ke
             Exit.REFUSED,
         )
     facts = anatomy(model.config, type(model))
-    assignment = with_separator(plan, lambda: named_by(model.config), answers=answers_questions(type(model))).resolve(
-        facts
-    )
+    answers = answers_questions(type(model))
+    assignment = with_separator(plan, lambda: named_by(model.config), answers=answers).resolve(facts)
     resized = None
     if max_length is not None:
         resized = (positions.extendable(model.config, facts.architecture, max_length), max_length)
@@ -176,8 +179,21 @@ def exchange(model: Any, plan: Plan, *, max_length: int | None = None, bundle_ke
         cross_attention=facts.cross_attention,
         added=sorted(set(model.state_dict()) - before),
         positions=resized,
-        warnings=sorted({mechanism.warning for mechanism in mechanisms(model) if mechanism.warning is not None}),
+        warnings=sorted({warning for mechanism in mechanisms(model) for warning in _warnings(mechanism, answers)}),
     )
+
+
+def _warnings(mechanism: Mechanism, answers: bool) -> Iterator[str]:
+    """What to know of a mechanism, on conversion of a model that answers questions about a text or of another one."""
+    if mechanism.warning is not None:
+        yield mechanism.warning
+    if answers and type(mechanism) is ClusteredAttention:
+        clusters = mechanism.clusters
+        if isinstance(clusters, int) and clusters <= _FEW_CLUSTERS:
+            yield (
+                f"clustered with {clusters} clusters loses most answers: with 25, MiniLM has an F1 of 20 on SQuAD, with "
+                "improved-clustered of 57, and exact 60. Take improved-clustered, or more clusters."
+            )
 
 
 def revert(model: Any) -> None:

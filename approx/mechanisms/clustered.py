@@ -4,9 +4,10 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from approx.mechanisms.mechanism import Mechanism, seed_number, true_or_false, whole_number
+from approx.mechanisms.mechanism import Mechanism, checked, seed_number, true_or_false, whole_number
 from approx_kernels.ops.clustered.api import (
     MOST_DEFAULT_CLUSTERS,
+    Clusters,
     causal_clustered_attention,
     clustered_attention,
     default_clusters,
@@ -18,12 +19,24 @@ from approx_kernels.tokens import sharing
 FITTED = 10
 
 
+def _number_or_rule(clusters: Any) -> Clusters:
+    """The number of clusters, or the rule by which it follows the length.
+
+    Raises:
+        ApproxError: if it is neither.
+    """
+    if type(clusters) is int:
+        return whole_number("clusters", clusters, 1)
+    rule = clusters is None or clusters == "auto"
+    return checked("clusters", clusters, rule, "a whole number of at least 1, auto or null")
+
+
 class ClusteredAttention(Mechanism):
     """Attend with the mean query of each of C clusters, in O(n C D).
 
     Queries are hashed to sign bits and grouped by k-means in Hamming space; all members of a cluster receive the
-    output of its mean query. Cheap, but differences inside a cluster are lost: a poor choice for question answering.
-    A sample with at most C tokens is exact.
+    output of its mean query. Cheap, but differences inside a cluster are lost: a poor choice for question answering, where
+    `improved-clustered` is far better. A sample with at most C tokens is exact.
 
     When frozen, queries join the nearest of the centroids that each head fitted once, on a calibration batch; this
     skips k-means and is faster. The causal form is always frozen, since clusters of the current queries would reveal
@@ -38,8 +51,8 @@ class ClusteredAttention(Mechanism):
         head_dim: Size of a head, D.
         causal: Whether a query sees only keys at or before its own position.
         scale: Factor of the scores.
-        clusters: Groups of queries, C; more is closer to exact. None takes 25 for samples of up to 512 real
-            tokens and 100 beyond, and always 100 when frozen.
+        clusters: Groups of queries, C; more is closer to exact. `auto` takes half the real tokens of a sample, from 25 to
+            100; None takes 25 for samples of up to 512 real tokens and 100 beyond; both take 100 when frozen.
         bits: Sign bits of a hash, 1 to 63; unused when frozen.
         iterations: Most iterations of k-means, which stops when no assignment changes. Frozen centroids take at least
             10.
@@ -64,6 +77,7 @@ class ClusteredAttention(Mechanism):
         "": {"clusters": 4, "iterations": 3, "chunk": 4},
         "frozen": {"clusters": 4, "frozen": True},
     }
+    published: ClassVar[dict[str, Any]] = {"clusters": None}
     timed: ClassVar[dict[Literal["bidirectional", "causal"], tuple[dict[str, Any], ...]]] = {
         "bidirectional": ({"iterations": 3}, {"iterations": 10})
     }
@@ -87,7 +101,7 @@ class ClusteredAttention(Mechanism):
         *,
         causal: bool,
         scale: float,
-        clusters: int | None = None,
+        clusters: Clusters = "auto",
         bits: int = 63,
         iterations: int = 3,
         hash_bias: bool = True,
@@ -96,7 +110,7 @@ class ClusteredAttention(Mechanism):
         seed: int = 0,
     ) -> None:
         super().__init__(heads, head_dim, causal=causal, scale=scale)
-        self.clusters = None if clusters is None else whole_number("clusters", clusters, 1)
+        self.clusters: Clusters = _number_or_rule(clusters)
         self.bits = whole_number("bits", bits, 1, 63)
         self.iterations = whole_number("iterations", iterations, 1)
         self.hash_bias = true_or_false("hash_bias", hash_bias)
@@ -122,7 +136,7 @@ class ClusteredAttention(Mechanism):
             keys = key_mask.flatten()
             real = [x[keys] if x.shape[0] == keys.shape[0] else x for x in real]
         if all(x.shape[0] for x in real):
-            count = self.clusters or MOST_DEFAULT_CLUSTERS
+            count = self._most()
             q, k = (x.transpose(0, 1) for x in real)
             fitted = fit_centroids(q, k, clusters=count, iterations=max(self.iterations, FITTED), seed=self.seed)
             self.centroids.copy_(fitted[0])
@@ -135,7 +149,7 @@ class ClusteredAttention(Mechanism):
             self.get_buffer(name).copy_(drawn)
 
     def _draw(self) -> dict[str, Tensor]:
-        most = self.clusters or MOST_DEFAULT_CLUSTERS
+        most = self._most()
         if self.needs_calibration:
             drawn = draw_centroids(self.heads, self.head_dim, clusters=most, seed=self.seed)
             return dict(zip(("centroids", "selectors"), drawn, strict=True))
@@ -151,7 +165,7 @@ class ClusteredAttention(Mechanism):
         if self.causal:
             return causal_clustered_attention(q, k, v, key_mask, chunk=self.chunk, **state, **shared)
         state.pop("centroids", None)
-        count = self.clusters or (MOST_DEFAULT_CLUSTERS if self.frozen else None)
+        count = self._most() if self.frozen else self.clusters
         return clustered_attention(q, k, v, key_mask, clusters=count, iterations=self.iterations, **state, **shared)
 
     @classmethod
@@ -202,7 +216,14 @@ class ClusteredAttention(Mechanism):
         return 4 * self.heads * length * max(clustering, 3 * clusters if self.topk else 0)
 
     def _clusters(self, length: int) -> int:
-        return self.clusters or (MOST_DEFAULT_CLUSTERS if self.needs_calibration else default_clusters(length))
+        """Clusters of a sample."""
+        if isinstance(self.clusters, int) or self.needs_calibration:
+            return self._most()
+        return default_clusters(length, self.clusters)
+
+    def _most(self) -> int:
+        """The most clusters of any sample."""
+        return self.clusters if isinstance(self.clusters, int) else MOST_DEFAULT_CLUSTERS
 
 
 class ImprovedClusteredAttention(ClusteredAttention):
@@ -233,8 +254,8 @@ class ImprovedClusteredAttention(ClusteredAttention):
         head_dim: Size of a head, D.
         causal: Whether a query sees only keys at or before its own position.
         scale: Factor of the scores.
-        clusters: Groups of queries, C; more is closer to exact. None takes 25 for samples of up to 512 real
-            tokens and 100 beyond, and always 100 when frozen.
+        clusters: Groups of queries, C; more is closer to exact. None takes 25 for samples of up to 512 real tokens and 100
+            beyond; `auto` takes half the real tokens, from 25 to 100; both take 100 when frozen.
         topk: Keys that each query weighs itself, K; more is closer to exact.
         bits: Sign bits of a hash, 1 to 63; unused when frozen.
         iterations: Most iterations of k-means, which stops when no assignment changes. Frozen centroids take at least
@@ -267,7 +288,7 @@ class ImprovedClusteredAttention(ClusteredAttention):
         *,
         causal: bool,
         scale: float,
-        clusters: int | None = None,
+        clusters: Clusters = None,
         topk: int = 32,
         bits: int = 63,
         iterations: int = 5,

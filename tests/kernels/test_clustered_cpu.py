@@ -33,7 +33,7 @@ def attend(impl: str, dtype: torch.dtype, *arguments: Any, **settings: Any) -> t
     shape=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 120), st.integers(1, 120)),
     square=st.booleans(),
     sizes=st.tuples(st.integers(1, 40), st.integers(1, 40)),
-    clusters=st.sampled_from([1, 5, 33, None]),
+    clusters=st.sampled_from([1, 5, 33, None, "auto"]),
     topk=st.sampled_from([None, 1, 7, 40, 200]),
     bits=st.integers(1, 63),
     fill=st.sampled_from([None, 0.0, 0.5, 0.9]),
@@ -49,11 +49,13 @@ def test_is_as_accurate_as_the_reference(dtype, frozen, shape, square, sizes, cl
     if mask is not None and length == keys:
         grad = grad * mask[:, None, :, None]
     if frozen:
-        clusters = clusters or 33
+        clusters = clusters if isinstance(clusters, int) else 33
         _, selectors = draw_centroids(heads, sizes[0], clusters=clusters, seed=seed)
         way = {"selectors": selectors}
     else:
-        planes, draws = draw_planes(sizes[0], bits=bits, bias=True, clusters=clusters or 100, seed=seed)
+        planes, draws = draw_planes(
+            sizes[0], bits=bits, bias=True, clusters=clusters if isinstance(clusters, int) else 100, seed=seed
+        )
         way = {"planes": planes, "draws": draws}
     way |= {"clusters": clusters, "iterations": 3, "topk": topk, "scale": 0.3}
     exact = attend("reference", torch.float64, q, k, v, grad, mask, **way)

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from approx.errors import ApproxError
 from approx.mechanisms.clustered import ClusteredAttention, ImprovedClusteredAttention
 from approx.mechanisms.exact import FullAttention
 from approx_kernels.ops.clustered.api import default_clusters
+from approx_kernels.ops.clustered.reference import wanted_clusters
 from approx_kernels.ops.clustering.api import cluster_queries, nearest_centroids
 
 both = pytest.mark.parametrize("kind", [ClusteredAttention, ImprovedClusteredAttention])
@@ -35,29 +37,48 @@ def test_members_share_what_their_mean_query_attends_to():
             torch.testing.assert_close(out[0, head, members], expected.expand(int(members.sum()), -1))
 
 
-def test_the_gradient_of_a_query_is_its_share_of_the_mean_querys():
+def test_gradients_pass_through_mean_queries_but_not_through_the_grouping():
     q, k, v, grad = torch.randn(4, 1, 2, 60, 8, dtype=torch.float64).unbind()
     mechanism = make(clusters=7)
-    q.requires_grad_()
-    (dq,) = torch.autograd.grad(mechanism(q, k, v), q, grad)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    dq, *others = torch.autograd.grad(mechanism(*inputs), inputs, grad)
+    expected = [torch.zeros_like(x) for x in others]
     for head, groups in enumerate(groups_of(mechanism, q[0].detach(), 7)):
         for cluster in groups.unique():
             members = groups == cluster
-            mean = q[0, head, members].detach().mean(0).requires_grad_()
-            out = (0.35 * k[0, head] @ mean).softmax(0) @ v[0, head]
-            (expected,) = torch.autograd.grad(out, mean, grad[0, head, members].sum(0))
-            torch.testing.assert_close(dq[0, head, members], (expected / members.sum()).expand(members.sum(), -1))
+            mean, *own = (x.detach().requires_grad_() for x in (q[0, head, members].mean(0), k[0, head], v[0, head]))
+            out = (0.35 * own[0] @ mean).softmax(0) @ own[1]
+            share, *slopes = torch.autograd.grad(out, (mean, *own), grad[0, head, members].sum(0))
+            torch.testing.assert_close(dq[0, head, members], (share / members.sum()).expand(members.sum(), -1))
+            for total, slope in zip(expected, slopes, strict=True):
+                total[0, head] += slope
+    torch.testing.assert_close(others, expected)
+
+
+RULES = {"auto": [25, 25, 26, 75, 100, 100, 100], None: [25, 25, 25, 25, 25, 25, 100]}
 
 
 @both
-def test_default_clusters_follow_the_real_length_of_each_sample(kind):
-    assert [default_clusters(n) for n in (1, 512, 513, 4096)] == [25, 25, 100, 100]
-    q, k, v = torch.randn(3, 1, 2, 540, 8).unbind()
-    mask = torch.arange(540)[None] < 500
-    out = make(kind)(q, k, v, mask)[:, :, :500]
-    torch.testing.assert_close(out, make(kind, clusters=25)(q, k, v, mask)[:, :, :500])
-    assert not torch.allclose(out, make(kind, clusters=100)(q, k, v, mask)[:, :, :500])
-    torch.testing.assert_close(make(kind)(q, k, v), make(kind, clusters=100)(q, k, v))
+@pytest.mark.parametrize("rule", RULES)
+def test_clusters_follow_the_real_length_of_each_sample(kind, rule):
+    lengths = (1, 51, 52, 150, 201, 512, 513)
+    assert [default_clusters(length, rule) for length in lengths] == RULES[rule]
+    assert wanted_clusters(torch.tensor(lengths), rule).tolist() == RULES[rule]
+    q, k, v = torch.randn(3, 2, 2, 540, 8).unbind()
+    mask = torch.arange(540) < torch.tensor([[150], [540]])
+    out = make(kind, clusters=rule)(q, k, v, mask)
+    for sample, length in enumerate((150, 540)):
+        few, own = {"auto": (75, 100), None: (25, 100)}[rule][sample], slice(sample, sample + 1)
+        tensors = [x[own, :, :length] for x in (q, k, v)]
+        torch.testing.assert_close(out[own, :, :length], make(kind, clusters=few)(*tensors))
+        assert not torch.allclose(out[own, :, :length], make(kind, clusters=few + 1)(*tensors))
+
+
+@both
+@pytest.mark.parametrize("clusters", [0, -3, 2.5, True, "many", [25]])
+def test_refuses_what_is_neither_a_number_of_clusters_nor_a_rule(kind, clusters):
+    with pytest.raises(ApproxError, match=r"Setting 'clusters' is .*; allowed is a whole number of at least 1"):
+        make(kind, clusters=clusters)
 
 
 @both

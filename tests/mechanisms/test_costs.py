@@ -46,6 +46,8 @@ KEYS = [
     ("longformer", False, {"window": 32, "global_tokens": "question"}, 64 + 32),
     ("bigbird", False, {"block": 16, "random": 1}, 6 * 16 + 2 * 16 * (256 - 6 * 16) / 256),
     ("clustered", False, {"clusters": 256}, 256),
+    ("clustered", False, {"clusters": "auto", "bits": 31, "iterations": 3}, 32 / 2 + 3 * 100 * 32 / 16 + 100),
+    ("clustered", False, {"clusters": None, "bits": 31, "iterations": 3}, 32 / 2 + 3 * 25 * 32 / 16 + 25),
     ("clustered", False, {"clusters": 10, "bits": 31, "iterations": 3}, 32 / 2 + 3 * 10 * 32 / 16 + 10),
     ("improved-clustered", False, {"clusters": 10, "bits": 15, "iterations": 1, "topk": 5}, 16 / 2 + 10 * 16 / 16 + 15),
     ("clustered", False, {"clusters": 10, "frozen": True}, 10 / 2 + 10),

@@ -15,7 +15,7 @@ DEFAULTS = {
     "exact": {},
     "flash": {},
     "clustered": {
-        "clusters": None,
+        "clusters": "auto",
         "bits": 63,
         "iterations": 3,
         "hash_bias": True,

@@ -10,7 +10,7 @@ from approx_kernels.ops.clustered.causal_cpu import causal_samples_in_c
 from approx_kernels.ops.clustered.causal_cpu import obstacle as causal_obstacle
 from approx_kernels.ops.clustered.cpu import clustered_batch
 from approx_kernels.ops.clustered.cpu import obstacle as cpu_obstacle
-from approx_kernels.ops.clustered.reference import MOST_DEFAULT_CLUSTERS, default_clusters
+from approx_kernels.ops.clustered.reference import MOST_DEFAULT_CLUSTERS, Clusters, default_clusters
 from approx_kernels.ops.clustered.reference import causal_clustered_attention as plain_causal_attention
 from approx_kernels.ops.clustered.reference import clustered_attention as plain_attention
 from approx_kernels.ops.clustered.triton import clustered_on_gpu
@@ -18,9 +18,23 @@ from approx_kernels.ops.clustered.triton import obstacle as triton_obstacle
 from approx_kernels.ops.clustered.triton_causal import causal_on_gpu
 from approx_kernels.ops.clustered.triton_causal import obstacle as causal_triton_obstacle
 from approx_kernels.ops.clustering.api import check_clustering, cluster_queries
-from approx_kernels.tokens import check_form, check_least, check_part, check_shapes, in_turns, without_padding
+from approx_kernels.tokens import (
+    check_form,
+    check_least,
+    check_part,
+    check_shapes,
+    check_word,
+    in_turns,
+    without_padding,
+)
 
-__all__ = ["MOST_DEFAULT_CLUSTERS", "causal_clustered_attention", "clustered_attention", "default_clusters"]
+__all__ = [
+    "MOST_DEFAULT_CLUSTERS",
+    "Clusters",
+    "causal_clustered_attention",
+    "clustered_attention",
+    "default_clusters",
+]
 
 
 def clustered_attention(
@@ -32,7 +46,7 @@ def clustered_attention(
     planes: Tensor | None = None,
     draws: Tensor | None = None,
     selectors: Tensor | None = None,
-    clusters: int | None,
+    clusters: Clusters,
     iterations: int,
     topk: int | None,
     scale: float,
@@ -59,7 +73,8 @@ def clustered_attention(
         planes: Hash planes, [bits, D + 1], the biases last, to cluster queries by their hashes.
         draws: Random numbers for the clustering, int64, at least C; needed with `planes`.
         selectors: Selectors of frozen centroids, [H, C, D + 1], instead of planes; k-means is then skipped.
-        clusters: Number of clusters, C; None takes `default_clusters` of the real queries of each sample.
+        clusters: Number of clusters, C; `auto` takes half the real queries of each sample, from 25 to 100; None takes 25 for
+            up to 512 of them and 100 beyond.
         iterations: Iterations of the clustering.
         topk: Keys each member weighs itself, K, at most all; None for plain clustered attention.
         scale: Factor of the scores.
@@ -77,16 +92,20 @@ def clustered_attention(
     check_form(scale, dropout)
     if (planes is None or draws is None) == (selectors is None):
         raise ValueError("Either planes and draws or selectors say which queries are alike; expected one of the two.")
-    for name, number in (("clusters", clusters), ("topk", topk)):
-        if number is not None:
-            check_least(name, number, 1)
+    if isinstance(clusters, str):
+        check_word("clusters", clusters, ("auto",))
+    elif clusters is not None:
+        check_least("clusters", clusters, 1)
+    if topk is not None:
+        check_least("topk", topk, 1)
     if selectors is not None:
-        if clusters is None:
-            raise ValueError("clusters is None beside selectors; expected their number.")
+        if not isinstance(clusters, int):
+            raise ValueError(f"clusters is {clusters} beside selectors; expected their number.")
         check_least("iterations", iterations, 1)
         check_part("selectors", selectors, q, q.shape[1], clusters, q.shape[3] + 1)
     elif planes is not None and draws is not None:
-        check_clustering(q, planes, draws, clusters or default_clusters(q.shape[2]), iterations)
+        most = clusters if isinstance(clusters, int) else default_clusters(q.shape[2], clusters)
+        check_clustering(q, planes, draws, most, iterations)
     settings = {"clusters": clusters, "iterations": iterations, "topk": topk, "scale": scale}
     ways = {"planes": planes, "draws": draws}
     why = triton_obstacle(q, v, clusters, 0 if planes is None else len(planes), dropout)

@@ -9,7 +9,7 @@ from approx_kernels.cpu.compile import call
 from approx_kernels.cpu.compile import obstacle as c_obstacle
 from approx_kernels.cpu.dropout import draw_seed, dropped
 from approx_kernels.cpu.structs import Clustered, ClusteredBackward, address, rows_of
-from approx_kernels.ops.clustered.reference import MOST_DEFAULT_CLUSTERS, SHORT
+from approx_kernels.ops.clustered.reference import MOST_DEFAULT_CLUSTERS, Clusters, wanted_clusters
 from approx_kernels.ops.clustering.cpu import cluster_samples, nearest_of_heads
 from approx_kernels.ops.clustering.cpu import obstacle as clustering_obstacle
 from approx_kernels.runtime.custom_op import custom_op
@@ -32,7 +32,7 @@ def clustered_batch(
     planes: Tensor | None,
     draws: Tensor | None,
     selectors: Tensor | None,
-    clusters: int | None,
+    clusters: Clusters,
     iterations: int,
     topk: int | None,
     scale: float,
@@ -48,8 +48,7 @@ def clustered_batch(
         key_tokens = key_mask.logical_not().byte().argsort(stable=True, dim=1).int()
         if length == k.shape[2]:
             queries, query_tokens = keys, key_tokens
-    wanted = clusters or torch.where(queries > SHORT[0], MOST_DEFAULT_CLUSTERS, SHORT[1])
-    own = torch.minimum(queries, torch.as_tensor(wanted)) * (keys > 0)
+    own = torch.minimum(queries, wanted_clusters(queries, clusters)) * (keys > 0)
     with without_autocast("cpu"):
         if selectors is None:
             assert planes is not None, "checked by the op"
@@ -61,7 +60,8 @@ def clustered_batch(
                 groups = groups.gather(2, query_tokens[:, None].expand_as(groups).long())
             apart = torch.arange(length, dtype=torch.int32)
             groups = torch.where((own == queries)[:, None, None], apart, groups).contiguous()
-        most, kept = min(clusters or MOST_DEFAULT_CLUSTERS, length), min(topk or 0, k.shape[2])
+        most = min(clusters if isinstance(clusters, int) else MOST_DEFAULT_CLUSTERS, length)
+        kept = min(topk or 0, k.shape[2])
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         state = groups, query_tokens, key_tokens, queries, keys, own
         return _attend(q, k, v, *state, most, kept, scale, dropout, draw_seed(dropout))[0]

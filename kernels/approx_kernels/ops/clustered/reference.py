@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,14 +14,28 @@ from approx_kernels.ops.exact.api import exact_attention
 from approx_kernels.runtime.pytorch import without_autocast, without_functions
 from approx_kernels.tokens import attend_to_nothing, in_turns, without_padding
 
-# Limit of real queries for fewer default clusters, and their number.
-SHORT = (512, 25)
-MOST_DEFAULT_CLUSTERS = 100
+# Number of clusters: as given, or by a rule of the length. `auto` takes a share of the real queries of a sample, None the
+# least up to `SHORT` real queries and the most beyond.
+Clusters = int | Literal["auto"] | None
+LEAST_DEFAULT_CLUSTERS, MOST_DEFAULT_CLUSTERS = 25, 100
+QUERIES_PER_CLUSTER = 2
+SHORT = 512
 
 
-def default_clusters(queries: int) -> int:
-    """Clusters for a sample with this many real queries: 25 up to 512, 100 beyond."""
-    return SHORT[1] if queries <= SHORT[0] else MOST_DEFAULT_CLUSTERS
+def default_clusters(queries: int, rule: Literal["auto"] | None) -> int:
+    """Clusters by a rule for a sample with this many real queries."""
+    if rule is None:
+        return LEAST_DEFAULT_CLUSTERS if queries <= SHORT else MOST_DEFAULT_CLUSTERS
+    return min(max(queries // QUERIES_PER_CLUSTER, LEAST_DEFAULT_CLUSTERS), MOST_DEFAULT_CLUSTERS)
+
+
+def wanted_clusters(queries: Tensor, clusters: Clusters) -> Tensor:
+    """The number of clusters of each sample, by a rule or as given; `queries` are its real queries, [B] int64."""
+    if isinstance(clusters, int):
+        return torch.full_like(queries, clusters)
+    if clusters is None:
+        return torch.where(queries > SHORT, MOST_DEFAULT_CLUSTERS, LEAST_DEFAULT_CLUSTERS)
+    return (queries // QUERIES_PER_CLUSTER).clamp(LEAST_DEFAULT_CLUSTERS, MOST_DEFAULT_CLUSTERS)
 
 
 def clustered_attention(
@@ -33,7 +47,7 @@ def clustered_attention(
     planes: Tensor | None = None,
     draws: Tensor | None = None,
     selectors: Tensor | None = None,
-    clusters: int | None,
+    clusters: Clusters,
     iterations: int,
     topk: int | None,
     scale: float,
@@ -82,7 +96,7 @@ def clustered_samples(
     planes: Tensor | None,
     draws: Tensor | None,
     selectors: Tensor | None,
-    clusters: int | None,
+    clusters: Clusters,
     iterations: int,
     topk: int | None,
     scale: float,
@@ -93,7 +107,7 @@ def clustered_samples(
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         queries = q.shape[2]
-        count = clusters or default_clusters(queries)
+        count = clusters if isinstance(clusters, int) else default_clusters(queries, clusters)
         if queries <= count:
             return exact_attention(q, k, v, causal=False, scale=scale, dropout=dropout)
         shape = q.shape

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from approx_kernels.ops.clustered.reference import MOST_DEFAULT_CLUSTERS, SHORT
+from approx_kernels.ops.clustered.reference import Clusters, default_clusters, wanted_clusters
 from approx_kernels.ops.clustered.triton_members import spread_rows, sum_rows
 from approx_kernels.ops.clustered.triton_own import improved_forward
 from approx_kernels.ops.clustered.triton_top import largest_keys
@@ -16,10 +16,10 @@ from approx_kernels.ops.flash.api import flash, flash_obstacle
 from approx_kernels.runtime.pytorch import without_autocast
 
 
-def obstacle(q: Tensor, v: Tensor, clusters: int | None, bits: int, dropout: float) -> str | None:
+def obstacle(q: Tensor, v: Tensor, clusters: Clusters, bits: int, dropout: float) -> str | None:
     """Why clustered attention cannot run by kernels, with the remedy; None where it can."""
-    if clusters is None or clusters >= q.shape[2]:
-        # With a cluster for each query there is no k-means.
+    if not isinstance(clusters, int) or clusters >= q.shape[2]:
+        # A rule gives few enough; with a cluster for each query there is no k-means.
         clusters = 0
     return flash_obstacle(q, v, dropout) or clustering_obstacle(q, clusters, bits)
 
@@ -33,7 +33,7 @@ def clustered_on_gpu(
     planes: Tensor | None,
     draws: Tensor | None,
     selectors: Tensor | None,
-    clusters: int | None,
+    clusters: Clusters,
     iterations: int,
     topk: int | None,
     scale: float,
@@ -49,9 +49,8 @@ def clustered_on_gpu(
             keys = key_mask.sum(1)
             if length == k.shape[2]:
                 queries, tokens = keys, key_mask.logical_not().byte().argsort(stable=True, dim=1).int()
-        most = min(length, clusters or (MOST_DEFAULT_CLUSTERS if length > SHORT[0] else SHORT[1]))
-        wanted = torch.where(queries > SHORT[0], MOST_DEFAULT_CLUSTERS, SHORT[1]) if clusters is None else most
-        own = torch.where(keys > 0, queries.clamp(max=wanted), 0)
+        most = min(length, clusters if isinstance(clusters, int) else default_clusters(length, clusters))
+        own = torch.where(keys > 0, torch.minimum(queries, wanted_clusters(queries, clusters)), 0)
         groups = _groups(q, tokens, queries, own, planes, draws, selectors, most, iterations)
         order, begins = sort_queries(groups, tokens, queries, own, most)
         means = sum_rows(q, order, begins, True)

@@ -215,7 +215,7 @@ class PerformerAttention(ExactPart):
         zero = exact.new_zeros(self.heads)
         mapped, far = self._far(q, k, None)
         form = {"mapped": mapped, "exactly": self.exactly(k, key_mask, tokens)}
-        far = far._replace(weight=zero)
+        far = far._replace(weight=zero, share=zero)
         near, estimates = performer_parts(q, k, v, key_mask, **form, far=far)
         _, uniform = performer_parts(q, k, v, key_mask, **form, far=far._replace(share=zero + 1))
         if not estimates:

@@ -148,7 +148,59 @@ def test_linear_and_exact_equals_weights_of_single_pairs(feature_map, window, de
     double = linear_and_exact(*wide, **how, impl="reference") * real
     torch.testing.assert_close(double, exact)
     plain = linear_and_exact(q, k, v, mask, exactly=exactly, far=far, impl="reference") * real
-    assert_close("out", linear_and_exact(q, k, v, mask, exactly=exactly, far=far, impl="cpu") * real, plain, exact)
+    for learning in (False, True):
+        # In one pass, and, for gradients, from parts.
+        query = q.clone().requires_grad_(learning)
+        out = linear_and_exact(query, k, v, mask, exactly=exactly, far=far, impl="cpu") * real
+        assert out.requires_grad == learning
+        assert_close("out", out, plain, exact)
+
+
+@given(
+    length=st.integers(1, 150),
+    more=st.sampled_from((0, 0, 0, -70, 5, 90)),
+    groups=st.integers(1, 2),
+    shared=st.integers(1, 2),
+    size=st.integers(3, 20),
+    half=st.sampled_from((3, 16, 24)),
+    window=st.sampled_from((0, 1, 7, 64, 200)),
+    density=st.sampled_from((None, 0.1, 1.0)),
+    masked=st.booleans(),
+    causal=st.booleans(),
+    kind=st.sampled_from(("hedgehog", "relu", "performer")),
+)
+@settings(max_examples=80)
+@needs_compiler
+def test_estimates_in_one_pass_equal_the_reference_in_float64(
+    length, more, groups, shared, size, half, window, density, masked, causal, kind
+):
+    heads, keys = groups * shared, max(length + more, 1)
+    shapes = (heads, length, size), (groups, keys, size), (groups, keys, 5)
+    tensors = [torch.randn(2, *shape) for shape in shapes]
+    mask = torch.rand(2, keys) < 0.7 if masked else None
+    chosen = None if density is None else torch.rand(2, keys) < density
+    exactly = Exactly(causal, window, chosen, SCALE)
+    linear = linear_far(kind, heads, size, 2 * half, torch.float32) if kind != "performer" else None
+    rows, share = draw_projection(size, features=16, orthogonal=True, seed=1).repeat(heads, 1, 1), torch.rand(heads)
+    logs = tensors[0].square().sum(-1) * SCALE / -2
+    performer = PerformerFar(rows, torch.randn(heads, 16) * 0.2, share, "softmax", SCALE, share, logs)
+    # Outputs of padded queries are undefined.
+    real = mask[:, None, :, None] if mask is not None and length == keys else torch.ones(1, 1, 1, 1)
+
+    def attend(dtype, impl):
+        q, k, v = (x.to(dtype) for x in tensors)
+        numbers = torch.float64 if dtype == torch.float64 else torch.float32
+        if linear is not None:
+            out = linear_and_exact(q, k, v, mask, exactly=exactly, far=cast(linear, numbers), impl=impl)
+        else:
+            mapped, far = (q, k.repeat_interleave(shared, 1)), cast(performer, numbers)
+            out = performer_and_exact(q, k, v, mask, mapped=mapped, exactly=exactly, far=far, impl=impl)
+        assert out.dtype == dtype
+        return out.double() * real
+
+    expected = attend(torch.float64, "reference")
+    torch.testing.assert_close(attend(torch.float32, "cpu"), expected, rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(attend(torch.bfloat16, "cpu"), expected, rtol=0.1, atol=0.1)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
@@ -164,12 +216,18 @@ def test_performer_and_exact_equals_weights_of_single_pairs(causal, of_heads, ma
     exactly = Exactly(causal, 6, torch.rand(2, 90) < 0.1, SCALE)
     x, y = q * SCALE**0.5, k * SCALE**0.5
     logs = x.square().sum(-1) / -2 - math.log(16)
-    far = PerformerFar(rows, offsets, None, "softmax", SCALE, torch.randn(4).double(), logs)
+    share = torch.rand(4).double()
+    far = PerformerFar(rows, offsets, share, "softmax", SCALE, torch.randn(4).double(), logs)
     near, seen = near_pairs(90, 90, mask, 6, exactly.chosen, causal)
     of_queries = x @ rows.mT + (0.0 if offsets is None else offsets[:, None])
     of_keys = y @ rows.mT - y.square().sum(-1, keepdim=True) / 2
     estimates = (of_queries + logs[..., None] + far.weight[:, None, None]).exp() @ of_keys.exp().mT
-    weights = torch.where(near, (q @ k.mT * SCALE).exp(), estimates).masked_fill(~seen, 0.0)
+    near, beyond = near & seen, (~near & seen).double()
+    # Of the weight of the far keys a share is spread evenly over them.
+    estimates = estimates * beyond
+    even = beyond / beyond.sum(-1, keepdim=True).clamp(min=1)
+    estimates = estimates + share[:, None, None] * (estimates.sum(-1, keepdim=True) * even - estimates)
+    weights = (q @ k.mT * SCALE).exp() * near + estimates
     total = weights.sum(-1, keepdim=True)
     exact = weights @ v / total.masked_fill(total == 0, 1.0)
     real = torch.ones(1, 1, 1, 1) if mask is None else mask[:, None, :, None].double()

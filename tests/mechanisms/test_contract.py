@@ -283,9 +283,12 @@ def test_second_derivatives_are_right_or_refused(name, causal, way):
             if may_refuse and re.search(REFUSED, str(error)):
                 continue
             raise
+        # Where a slope is 0, only rounding is left of it.
+        least = 1e-6 * max(right.abs().max().item() for right in expected)
         for slope, right in zip(found, expected, strict=True):
             tolerance = 1e-6 if dtype == torch.float64 else 1e-3
-            torch.testing.assert_close(slope.double(), right, rtol=tolerance, atol=tolerance * right.abs().max().item())
+            atol = tolerance * max(right.abs().max().item(), least)
+            torch.testing.assert_close(slope.double(), right, rtol=tolerance, atol=atol)
 
 
 @over_forms

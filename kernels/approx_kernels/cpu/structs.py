@@ -102,6 +102,17 @@ class LinearBackward(ctypes.Structure):
     _fields_ = (("all", Linear), *_fields(Rows, "grad dq dk dv"))
 
 
+class Far(ctypes.Structure):
+    """`problem` of linear/far.c."""
+
+    _fields_ = (
+        *_fields(_INTEGER, "batch heads length keys size features values left right causal bf16 threads"),
+        *_fields(Rows, "q k v near out"),
+        *_fields(_POINTER, "mask query_map key_map query_gate key_gate gates near_logs share"),
+        ("input_scale", _FLOAT),
+    )
+
+
 class LinearStep(ctypes.Structure):
     """`step` of linear/step.c."""
 
@@ -195,6 +206,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "causal_clustered_backward": CausalClusteredBackward,
     "linear": Linear,
     "linear_backward": LinearBackward,
+    "far": Far,
     "linear_step": LinearStep,
     "linear_map": LinearMap,
     "topk": TopK,

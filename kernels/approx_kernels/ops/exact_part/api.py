@@ -1,12 +1,18 @@
 """Exact attention to some keys, joined under one normaliser with a cheap estimate for the others."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from approx_kernels.dispatch.implementation import choose
-from approx_kernels.ops.exact_part.cpu import near_lists
+from approx_kernels.ops.exact_part.cpu import (
+    far_obstacle,
+    linear_in_one_pass,
+    near_lists,
+    performer_in_one_pass,
+)
 from approx_kernels.ops.exact_part.reference import (
     LEAST_NORM,
     Exactly,
@@ -102,7 +108,7 @@ def linear_and_exact(
     run = choose("linear_and_exact", impl, {"cpu": lists_obstacle(q) or features_obstacle(q), "reference": None})
     if run == "reference":
         return plain_linear(q, k, v, key_mask, exactly=exactly, far=far, dropout=dropout)
-    return attend_linear(q, k, v, key_mask, exactly, far, near_lists, _sums, dropout)[0]
+    return _linear_in_c(q, k, v, far)(q, k, v, key_mask, exactly, far, dropout=dropout)[0]
 
 
 def linear_and_exact_decode(
@@ -142,7 +148,7 @@ def linear_and_exact_decode(
     run = choose("linear_and_exact_decode", impl, {"cpu": no_cpu, "reference": None})
     if run == "reference":
         return plain_linear_decode(q, k, v, key_mask, state, sinks=sinks, window=window, scale=scale, far=far)
-    return continue_linear(q, k, v, key_mask, state, sinks, window, scale, far, near_lists, _sums)
+    return continue_linear(q, k, v, key_mask, state, sinks, window, scale, far, _linear_in_c(q, k, v, far))
 
 
 def performer_and_exact(
@@ -172,8 +178,18 @@ def performer_and_exact(
     run = choose("performer_and_exact", impl, {"cpu": no_cpu, "reference": None})
     if run == "reference":
         return plain_performer(q, k, v, key_mask, mapped=mapped, exactly=exactly, far=far, dropout=dropout)
-    estimate = partial(_features, far=far)
-    return attend_performer(q, k, v, key_mask, mapped, exactly, far, near_lists, estimate, dropout)
+    learned = far.projection, far.offsets, far.share, far.weight, far.logs
+    if exactly.causal or far_obstacle(q, k, v, *mapped, *learned):
+        # A causal query must not depend on later keys, not even by rounding.
+        return attend_performer(q, k, v, key_mask, mapped, exactly, far, near_lists, _features, dropout)
+    return performer_in_one_pass(q, k, v, key_mask, mapped, exactly, far, dropout)
+
+
+def _linear_in_c(q: Tensor, k: Tensor, v: Tensor, far: LinearFar) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """`attend_linear` in one pass, or, where it needs gradients, from parts that have them."""
+    if far_obstacle(q, k, v, *(far.maps or ()), far.query_gate, far.key_gate):
+        return partial(attend_linear, near_op=near_lists, sums_op=_sums)
+    return linear_in_one_pass
 
 
 def _sums(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Part:

@@ -9,7 +9,7 @@ both directions, after it,
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from approx_kernels.ops.linear.reference import continue_sums, drop_keys, features, scaled
 from approx_kernels.ops.performer.reference import SUMS as UNIFORM
-from approx_kernels.ops.performer.reference import mixed, performer_heads
+from approx_kernels.ops.performer.reference import mixed, performer_heads, value_sums
 from approx_kernels.runtime.pytorch import without_autocast
 from approx_kernels.tokens import PARTS, State, blank_padding, content, extended, first_and_newest, sharing
 
@@ -200,6 +200,9 @@ def far_parts(
         more: Whether the estimate knows keys before these.
     """
     if not window:
+        if mask is not None:
+            # One masked key more, so that the queries are not taken for the tokens of the masked keys.
+            k, v, mask = F.pad(k, (0, 0, 1, 0)), F.pad(v, (0, 0, 1, 0)), F.pad(mask, (1, 0))
         return [estimate(q, k, v, mask, causal)]
     left, right = reach(window, causal)
     parts = []
@@ -281,12 +284,16 @@ class LinearFar(NamedTuple):
     key_gate: Tensor
     input_scale: float
 
-    def queries(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        """Features, [B, H, L, F], and the logarithms of their gates, [B, H, L], in at least float32."""
+    def gates(self, q: Tensor) -> Tensor:
+        """Logarithms of the gates of queries [B, H, L, D], [B, H, L] in at least float32."""
         q = scaled(q.to(torch.promote_types(q.dtype, torch.float32)), self.input_scale)
         gate = self.query_gate.to(q.dtype)
-        logs = (q @ gate[:, :-1, None])[..., 0] + gate[:, -1:]
-        return features(q, self.feature_map, None if self.maps is None else self.maps[0]), logs
+        return (q @ gate[:, :-1, None])[..., 0] + gate[:, -1:]
+
+    def queries(self, q: Tensor) -> Tensor:
+        """Features of queries, [B, H, L, F], in at least float32."""
+        q = scaled(q.to(torch.promote_types(q.dtype, torch.float32)), self.input_scale)
+        return features(q, self.feature_map, None if self.maps is None else self.maps[0])
 
     def keys(self, k: Tensor) -> Tensor:
         """Features times gates of keys [B, H, S, D], in at least float32."""
@@ -301,7 +308,7 @@ class PerformerFar(NamedTuple):
     Attributes:
         projection: [M, D] or [H, M, D].
         offsets: [H, M], or None.
-        share: Share of uniform attention over the far keys, [H]; None for none.
+        share: Share of uniform attention among the far keys, [H]; None for none.
         kernel: One of `KERNELS`.
         scale: Factor of the scores.
         weight: Logarithm of each head's factor of the estimates, [H].
@@ -315,6 +322,10 @@ class PerformerFar(NamedTuple):
     scale: float
     weight: Tensor
     logs: Tensor
+
+    def factors(self) -> Tensor:
+        """Logarithms of all factors of the estimates, [B, H, L]."""
+        return self.logs + self.weight.to(self.logs.dtype)[:, None]
 
 
 # Bound of the logarithm of a key's gate, so that no sum overflows.
@@ -362,11 +373,15 @@ def attend_linear(
         out = joined([Part(near.out, logs_of(near.total.to(values.dtype))), *parts])
         if not exactly.causal:
             return out.to(q.dtype), None
-        window = exactly.window
-        beyond = slice(max(k.shape[2] - reach(window, True)[0], 0) if window else k.shape[2])
-        gone = keys if mask is None else keys * mask[:, None, :, None]
-        later = gone[:, :, beyond].mT @ F.pad(values, (0, 1), value=1.0)[:, :, beyond]
+        later = left_sums(keys, values, mask, exactly.window)
         return out.to(q.dtype), later if earlier is None else earlier + later
+
+
+def left_sums(keys: Tensor, values: Tensor, mask: Tensor | None, window: int) -> Tensor:
+    """Sums of features [B, H, S, F] times values and a one over the keys that no later causal window reaches, [B, H, F, E + 1]."""
+    beyond = slice(max(keys.shape[2] - reach(window, True)[0], 0) if window else keys.shape[2])
+    gone = keys if mask is None else keys * mask[:, None, :, None]
+    return gone[:, :, beyond].mT @ F.pad(values, (0, 1), value=1.0)[:, :, beyond]
 
 
 def _linear_far(
@@ -380,15 +395,15 @@ def _linear_far(
     earlier: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, list[Part]]:
     """Features of keys and values, for each query head, and the parts outside the window."""
-    queries, gates = far.queries(q)
-    keys, values = far.keys(_per_query_head(q, k)), _per_query_head(q, v).to(gates.dtype)
+    queries, gates = far.queries(q), far.gates(q)
+    keys, values = far.keys(per_query_head(q, k)), per_query_head(q, v).to(gates.dtype)
     sums_op = sums_op if earlier is None else partial(plain_sums, earlier=earlier)
     ways = {"window": exactly.window, "causal": exactly.causal, "more": earlier is not None}
     parts = far_parts(queries, keys, values, mask, sums_op, **ways)
     return keys, values, [Part(part.out, part.log + gates) for part in parts]
 
 
-def _per_query_head(q: Tensor, x: Tensor) -> Tensor:
+def per_query_head(q: Tensor, x: Tensor) -> Tensor:
     """Keys or values [B, G, S, n] as one for each query head, [B, H, S, n]."""
     count = sharing(q, x)
     return x if count == 1 else x.repeat_interleave(count, 1)
@@ -438,7 +453,8 @@ def linear_and_exact_decode(
     far: LinearFar,
 ) -> tuple[Tensor, State]:
     """The op of this name in `api.py`, which explains the arguments and checks them."""
-    return continue_linear(q, k, v, key_mask, state, sinks, window, scale, far, near_keys, plain_sums)
+    attend = partial(attend_linear, near_op=near_keys, sums_op=plain_sums)
+    return continue_linear(q, k, v, key_mask, state, sinks, window, scale, far, attend)
 
 
 def continue_linear(
@@ -451,14 +467,13 @@ def continue_linear(
     window: int,
     scale: float,
     far: LinearFar,
-    near_op: NearOp,
-    sums_op: Estimate,
+    attend: Callable[..., tuple[Tensor, Tensor | None]],
 ) -> tuple[Tensor, State]:
-    """`linear_and_exact` of tokens that follow others, from sums and a ring of the exact keys."""
+    """`linear_and_exact` of tokens that follow others, from sums and a ring of the exact keys; `attend` is like `attend_linear`."""
     ring = extended(None if state is None else {name: x for name, x in state.items() if name != "sums"}, k, v, key_mask)
     k, v, key_mask = content(ring)
     exactly = Exactly(True, window, first_keys(k, key_mask, sinks), scale)
-    out, sums = attend_linear(q, k, v, key_mask, exactly, far, near_op, sums_op, state=state)
+    out, sums = attend(q, k, v, key_mask, exactly, far, state=state)
     assert sums is not None, "causal sums always are"
     return out, {"sums": sums, **_exact_keys(ring, exactly.chosen, sinks, reach(window, True)[0])}
 
@@ -507,9 +522,7 @@ def performer_and_exact(
     dropout: float = 0.0,
 ) -> Tensor:
     """The op of this name in `api.py`, which explains the arguments and checks them."""
-    return attend_performer(
-        q, k, v, key_mask, mapped, exactly, far, near_keys, partial(plain_features, far=far), dropout
-    )
+    return attend_performer(q, k, v, key_mask, mapped, exactly, far, near_keys, plain_features, dropout)
 
 
 def attend_performer(
@@ -521,20 +534,17 @@ def attend_performer(
     exactly: Exactly,
     far: PerformerFar,
     near_op: NearOp,
-    features_op: Estimate,
+    features_op: Callable[..., Part],
     dropout: float = 0.0,
     more: bool = False,
 ) -> Tensor:
-    """Performer estimates joined with the near keys, by implementations of both."""
+    """Performer estimates joined with the near keys, by implementations of both; that of features is one such as `plain_features`."""
     q, k, v = blank_padding(q, k, v, key_mask)
     v = drop_keys(v, dropout)
     with without_autocast(q.device.type):
         near = near_op(q, k, v, key_mask, **exactly._asdict())
-        queries, keys = mapped
-        values, mask = _per_query_head(q, v), far_mask(key_mask, exactly.chosen)
-        ways = {"window": exactly.window, "causal": exactly.causal, "more": more}
-        parts = far_parts(queries, keys, values, mask, features_op, **ways)
-        return joined([Part(near.out, near.log.to(far.logs.dtype)), *_weighed(parts, far)]).to(q.dtype)
+        estimates = _performer_far(q, v, key_mask, mapped, exactly, far, features_op, more)
+        return joined([Part(near.out, near.log.to(far.logs.dtype)), *estimates]).to(q.dtype)
 
 
 def performer_parts(
@@ -550,17 +560,38 @@ def performer_parts(
     """What `performer_and_exact` joins."""
     q, k, v = blank_padding(q, k, v, key_mask)
     near = near_keys(q, k, v, key_mask, **exactly._asdict())
-    values, mask = _per_query_head(q, v), far_mask(key_mask, exactly.chosen)
-    estimate = partial(plain_features, far=far)
-    parts = far_parts(*mapped, values, mask, estimate, window=exactly.window, causal=exactly.causal)
-    return Part(near.out, near.log), _weighed(parts, far)
+    return Part(near.out, near.log), _performer_far(q, v, key_mask, mapped, exactly, far, plain_features)
 
 
-def _weighed(parts: Sequence[Part], far: PerformerFar) -> list[Part]:
-    """Estimates that are those of `exp(scale q.k)`, times each head's factor."""
-    logs = far.logs + far.weight.to(far.logs.dtype)[:, None]
-    bound = lowest(logs.dtype)
+def _performer_far(
+    q: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    mapped: tuple[Tensor, Tensor],
+    exactly: Exactly,
+    far: PerformerFar,
+    features_op: Callable[..., Part],
+    more: bool = False,
+) -> list[Part]:
+    """The parts outside the window, as estimates of `exp(scale q.k)` times each head's factor."""
+    inputs = *mapped, per_query_head(q, v), far_mask(key_mask, exactly.chosen)
+    ways: dict[str, Any] = {"window": exactly.window, "causal": exactly.causal, "more": more}
+    share = None if exactly.causal else far.share
+    parts = far_parts(*inputs, partial(features_op, far=far if share is None else far._replace(share=None)), **ways)
+    if share is not None and parts:
+        # The mean is of all far keys, before the window and after it.
+        out, mean = joined(parts), joined(far_parts(*inputs, _mean, **ways))
+        log = torch.stack([part.log for part in parts]).logsumexp(0)
+        parts = [Part(out + share.to(out.dtype)[:, None, None] * (mean - out), log)]
+    logs, bound = far.factors(), lowest(far.logs.dtype)
     return [Part(part.out, torch.where(part.log > bound / 2, part.log + logs, bound)) for part in parts]
+
+
+def _mean(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Part:
+    """The mean of the values that each query may see, with the logarithm of their number."""
+    sums, _ = value_sums(v.to(torch.promote_types(v.dtype, torch.float32)), mask, q.shape[2], causal)
+    sums = sums.expand(-1, -1, q.shape[2], -1)
+    return Part(sums[..., :-1] / sums[..., -1:].clamp(min=1), logs_of(sums[..., -1]))
 
 
 def plain_features(
@@ -600,9 +631,9 @@ def performer_and_exact_decode(
     k, v, key_mask = content(ring)
     exactly = Exactly(True, window, first_keys(k, key_mask, sinks), scale)
     queries, keys = mapped(q, k)
-    estimate = partial(plain_features, far=far, state=known)
+    features_op = partial(plain_features, state=known)
     out = attend_performer(
-        q, k, v, key_mask, (queries, keys), exactly, far, near_keys, estimate, more=known is not None
+        q, k, v, key_mask, (queries, keys), exactly, far, near_keys, features_op, more=known is not None
     )
     left = reach(window, True)[0]
     beyond = max(k.shape[2] - left, 0) if window else k.shape[2]
@@ -610,7 +641,7 @@ def performer_and_exact_decode(
     # After a masked key, so that there is one.
     mask = F.pad(torch.ones_like(k[:, 0, :beyond, 0], dtype=torch.bool) if mask is None else mask[:, :beyond], (1, 0))
     gone = F.pad(keys[:, :, :beyond], (0, 0, 1, 0))
-    values = F.pad(_per_query_head(q, v[:, :, :beyond]), (0, 0, 1, 0))
+    values = F.pad(per_query_head(q, v[:, :, :beyond]), (0, 0, 1, 0))
     how = {
         "projection": far.projection,
         "offsets": far.offsets,

@@ -414,21 +414,27 @@ def mixed(
     """
     with without_autocast(out.device.type):
         wide = torch.promote_types(out.dtype, torch.float32)
-        values = F.pad(v.to(wide), (0, 1), value=1.0)
-        values = values if key_mask is None else values.masked_fill(~key_mask[:, None, :, None], 0.0)
-        length, keys = out.shape[2], values.shape[2]
-        if causal and length > 1:
-            # Bottom-right: with L > S the first L - S queries see none of these.
-            sums = F.pad(values, (0, 0, max(length - keys, 0), 0)).cumsum(2)
-            sums = sums if earlier is None else sums + earlier
-            # A state stores only the last sum.
-            later, sums = sums[:, :, -1:].clone(), sums[:, :, -length:]
-        else:
-            later = values.sum(2, keepdim=True)
-            later = sums = later if earlier is None else later + earlier
+        sums, later = value_sums(v.to(wide), key_mask, out.shape[2], causal, earlier)
         mean = (sums[..., :-1] / sums[..., -1:].clamp(min=1)).repeat_interleave(sharing(out, v), 1)
         share = share.to(wide)[:, None, None]
         return (out + share * (mean - out)).to(out.dtype), later
+
+
+def value_sums(
+    v: Tensor, key_mask: Tensor | None, length: int, causal: bool, earlier: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Sums of the values and a one that each of `length` queries may see, [B, G, L or 1, E + 1], and those for later queries."""
+    values = F.pad(v, (0, 1), value=1.0)
+    values = values if key_mask is None else values.masked_fill(~key_mask[:, None, :, None], 0.0)
+    if causal and length > 1:
+        # Bottom-right: with L > S the first L - S queries see none of these.
+        sums = F.pad(values, (0, 0, max(length - v.shape[2], 0), 0)).cumsum(2)
+        sums = sums if earlier is None else sums + earlier
+        # A state stores only the last sum.
+        return sums[:, :, -length:], sums[:, :, -1:].clone()
+    sums = values.sum(2, keepdim=True)
+    sums = sums if earlier is None else sums + earlier
+    return sums, sums
 
 
 # With w of N(0, 1) and u = x + y, the product of features exp(a w² + (1 - 4a)^½ w x - x²/2) of x and y, times (1 - 4a)^½,

@@ -1,6 +1,6 @@
 """The history of a converted checkpoint, stored in its config: the steps applied to it, in order; and its receipt."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
@@ -183,6 +183,13 @@ class Receipt(BaseModel):
             layer: one.captured_mass for layer, one in losses.items() if one.captured_mass is not None
         }
 
+    def keep(self, layers: Collection[int]) -> None:
+        """Record that some converted layers are exact again."""
+        paths = [f"{part.path}.mechanism." for part in self.swapped if part.layer in layers]
+        self.swapped = [part for part in self.swapped if part.layer not in layers]
+        self.left = sorted({*self.left, *layers})
+        self.added = [name for name in self.added if not any(path in name for path in paths)]
+
     @property
     def verified(self) -> bool:
         """Whether there are checks and none failed."""
@@ -281,6 +288,58 @@ class Conversion(_Step):
         return plan
 
 
+@dataclass(frozen=True)
+class LayerDivergence:
+    """How far one converted layer alone moves the outputs of a model.
+
+    Attributes:
+        layer: Its number.
+        mechanism: Name of its mechanism; several if its heads differ.
+        divergence: Mean divergence from the exact model, with every other layer exact.
+        kept: Whether the layer was made exact again.
+    """
+
+    layer: int
+    mechanism: str
+    divergence: float
+    kept: bool = False
+
+
+@dataclass(frozen=True)
+class KeptExact:
+    """The layers that were made exact again before a training, since they move the outputs most.
+
+    Attributes:
+        unit: Unit of the divergences, in words.
+        inputs: Number of training inputs that they were measured on.
+        layers: All layers that were converted until then, in their order.
+        steps: Steps of transfer that mechanisms were fitted by before that, and only for that.
+    """
+
+    unit: str
+    inputs: int
+    layers: list[LayerDivergence]
+    steps: int = 0
+
+    @property
+    def numbers(self) -> list[int]:
+        """Numbers of the layers that stay exact."""
+        return [one.layer for one in self.layers if one.kept]
+
+    @property
+    def sentence(self) -> str:
+        """Which layers stay exact, and why."""
+        kept, others = ([one.divergence for one in self.layers if one.kept is which] for which in (True, False))
+        apart = " and ".join(f"{value:.2g}" for value in kept)
+        one = len(kept) == 1
+        fitted = f", after {self.steps} steps of transfer" if self.steps else ""
+        return (
+            f"{'Layer' if one else 'Layers'} {', '.join(map(str, self.numbers))} {'stays' if one else 'stay'} exact: "
+            f"converted alone, {'it moves' if one else 'they move'} the outputs by {apart} {self.unit}, the others by at "
+            f"most {max(others):.2g} ({self.inputs} training inputs{fitted})."
+        )
+
+
 class Training(_Step):
     """Fine-tuning.
 
@@ -301,6 +360,7 @@ class Training(_Step):
         after: Its value after training.
         fitted: What mechanisms were fitted to again before the first step, in words; None if they were not.
         helped: Whether the result is better than what training began with; None if that was not noted.
+        kept_exact: The layers that were made exact again before it; None if there are none.
         options: Options of the training.
     """
 
@@ -320,6 +380,7 @@ class Training(_Step):
     after: float | None
     fitted: str | None = None
     helped: bool | None = None
+    kept_exact: KeptExact | None = None
     options: dict[str, Any]
 
 

@@ -254,7 +254,8 @@ def _heads(site: "Layer") -> str:
 def _entry(step: "Conversion | Training") -> str:
     if step.action == "finetune":
         on = step.task or "plain text"
-        return f"finetune from {step.base.name}: {','.join(step.recover)} on {on}, {step.steps:,} steps (approx {step.approx})"
+        kept = "" if step.kept_exact is None else f" {step.kept_exact.sentence}"
+        return f"finetune from {step.base.name}: {','.join(step.recover)} on {on}, {step.steps:,} steps (approx {step.approx}).{kept}"
     rules = "; ".join(
         f"{rule['mechanism']} on layers {rule['layers']}{_of_heads(rule)} {settings_text(rule.get('settings') or {})}".strip()
         for rule in step.plan

@@ -13,6 +13,7 @@ from approx.cli.terminal import Terminal
 from approx.errors import ApproxError
 
 if TYPE_CHECKING:
+    from approx.checkpoints.history import KeptExact
     from approx.finetuning.finetune import Healing, Rehearsal
     from approx.finetuning.options import FinetuneStage
 
@@ -22,7 +23,7 @@ _STAGE = Stage(
         "Task": "task data settings text split limit length min_length",
         "Training": "budget time_budget steps epochs batch_size accumulate learning_rate mechanism_learning_rate warm_up "
         "weight_decay validation evaluate_every patience",
-        "Modes": "train projections joint match transfer distill lora penalty",
+        "Modes": "keep_exact train projections joint match transfer distill lora penalty",
         "Machine": "recompute bfloat16 report_to seed",
     },
     former={"max_steps": "steps"},
@@ -119,10 +120,19 @@ def _planned(planned: "Rehearsal") -> list[Any]:
         for phase in planned.phases
     ]
     return [
+        *_kept(planned.kept_exact),
         table(["mode", "steps", "batch", "rate", "trained", "time", "MB"], rows),
         f"{planned.examples:,} training examples; {planned.held_out:,} more choose the best step by {planned.measure}.",
         "Time and memory from one step of each mode. Nothing was written.",
     ]
+
+
+def _kept(kept: "KeptExact | None") -> list[Any]:
+    """The layers that stay exact, and how far each layer moves the outputs."""
+    if kept is None:
+        return []
+    rows = [[str(one.layer), one.mechanism, f"{one.divergence:.3g}", "yes" if one.kept else ""] for one in kept.layers]
+    return [table(["layer", "mechanism", f"moves the outputs by ({kept.unit})", "stays exact"], rows), kept.sentence]
 
 
 def _outcome(done: "Healing") -> list[Any]:
@@ -143,6 +153,7 @@ def _outcome(done: "Healing") -> list[Any]:
     ]
     scores = [("exact attention, before training", done.exact), ("before", done.before), ("after", done.after)]
     lines = [
+        *_kept(done.kept_exact),
         table(["mode", "steps", "best step", "trained", "tokens", "time", "ended by"], rows),
         *(
             [

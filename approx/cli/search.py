@@ -102,10 +102,22 @@ def _shown(found: "Searched", output: Path) -> "list[Table | str]":
     from approx.cli.figures import quality_table, speed_tables
     from approx.pipeline.run import BEST, folder_of
 
-    rows = [[str(one.layer), one.choice, one.heads, f"{one.saves:.2f}", f"{one.damage:.0%}"] for one in found.layers]
+    rows = [
+        [
+            str(one.layer),
+            one.choice,
+            one.heads,
+            f"{one.saves:.2f}",
+            f"{one.damage:.0%}",
+            "" if one.divergence is None else f"{one.divergence:.2g}",
+        ]
+        for one in found.layers
+    ]
     shown: list[Table | str] = [found.summary]
     if rows:
-        shown.append(table(["layer", "mechanism", "heads", "saves ms", "of the damage"], rows))
+        shown.append(
+            table(["layer", "mechanism", "heads", "saves ms", "of the damage", "alone moves the outputs by"], rows)
+        )
     if found.quality is not None:
         shown.append(quality_table(found.quality))
     if found.speed is not None:

@@ -2,7 +2,7 @@
 
 import hashlib
 import io
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from math import gcd
@@ -68,11 +68,11 @@ TEXT = (
 QUESTION = "On which shelf does Maria's report lie, and for how many mornings does she thank her grandfather?"
 
 
-def mechanisms(model: Any) -> list[Mechanism]:
-    """The mechanisms of a converted model in layer order, including those of groups of heads."""
+def mechanisms(model: Any, paths: Iterable[str] | None = None) -> list[Mechanism]:
+    """The mechanisms of a converted model in layer order, including those of groups of heads; or those at some paths."""
     return [
         mechanism
-        for path in model.config.approx["sites"]
+        for path in (model.config.approx["sites"] if paths is None else paths)
         for mechanism in model.base_model.get_submodule(path).mechanism.modules()
         if isinstance(mechanism, Mechanism)
     ]
@@ -133,10 +133,19 @@ def all_open(model: Any) -> AbstractContextManager[None]:
     return exact_below(model, 0)
 
 
+# Longer than any input.
+_ALWAYS_EXACT = 2**62
+
+
+def exactly(model: Any, but: Collection[Mechanism] = ()) -> AbstractContextManager[None]:
+    """Run exact attention inside the context, in every layer but those of some mechanisms."""
+    return exact_below(model, _ALWAYS_EXACT, but)
+
+
 @contextmanager
-def exact_below(model: Any, tokens: int) -> Iterator[None]:
-    """Set `exact_below` of every mechanism inside the context."""
-    limits = {mechanism: mechanism.exact_below for mechanism in mechanisms(model)}
+def exact_below(model: Any, tokens: int, but: Collection[Mechanism] = ()) -> Iterator[None]:
+    """Set `exact_below` of every mechanism inside the context, but for some."""
+    limits = {mechanism: mechanism.exact_below for mechanism in mechanisms(model) if mechanism not in but}
     for mechanism in limits:
         mechanism.exact_below = tokens
     try:

@@ -521,6 +521,8 @@ def _sentence(step: Conversion | Training) -> str:
         scores = [("with exact attention", step.exact), ("before", step.before), ("after", step.after)]
         listed = ", ".join(f"{value:.4f} {when}" for when, value in scores if value is not None)
         text += f" {_plain(step.measure)} on {step.held_out:,} held-out training examples: {listed}."
+    if step.kept_exact is not None:
+        text += f" {_plain(step.kept_exact.sentence)}"
     options = ", ".join(
         f"{name} = {_plain(value)}" for name, value in step.options.items() if value not in (None, [], {})
     )

@@ -1,7 +1,7 @@
 """Surgery: apply a plan to a loaded model, and undo it; find the tokens that separate texts."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -211,6 +211,22 @@ def revert(model: Any) -> None:
     if record["base"]["positions"] is not None:
         positions.resize(model, record["base"]["positions"])
     switch(model, record["base"]["implementation"])
+
+
+def keep_exact(model: Any, layers: Collection[int]) -> None:
+    """Undo the conversion of some layers of a converted model, in place; the others stay as they are.
+
+    Args:
+        model: The model.
+        layers: Numbers of converted layers, not all of them.
+    """
+    sites = model.config.approx["sites"]
+    paths = [path for path, site in sites.items() if site["layer"] in layers]
+    detach(model, paths)
+    model.config.approx = {
+        **model.config.approx,
+        "sites": {path: site for path, site in sites.items() if path not in paths},
+    }
 
 
 def use_exact_attention(model: Any) -> None:

@@ -29,7 +29,7 @@ from approx.checkpoints.bundle import auto_map
 from approx.checkpoints.checkpoint import Source, adapter_names, settings, weight_files
 from approx.checkpoints.families import outside, stock_class, stock_config, write_code
 from approx.checkpoints.foreign import carried, code_files, differences, is_code, never_ours, plainly
-from approx.checkpoints.history import Check, conversion
+from approx.checkpoints.history import Check, conversion, trainings
 from approx.conversion import clean_process, surgery
 from approx.conversion.calibration import (
     all_open,
@@ -817,4 +817,7 @@ def active(model: Any, damage: Mapping[int, Damage]) -> Check:
     )
     parts += [f"exact with these settings: layers {ranges(exact)}"] if exact else []
     parts += [f"not checked where they approximate: layers {ranges(short)}"] if short else []
+    for step in trainings(model.config.approx):
+        if step.kept_exact is not None:
+            parts.append(f"{step.kept_exact.sentence[:1].lower()}{step.kept_exact.sentence[1:].rstrip('.')}")
     return Check(name, True if seen else None, "; ".join(parts), lengths)

@@ -272,6 +272,38 @@ class TrainingPhase(Written):
     ended: str
 
 
+class LayerDivergence(Written):
+    """How far one converted layer alone moves the outputs of a model.
+
+    Attributes:
+        layer: Its number.
+        mechanism: Name of its mechanism; several if its heads differ.
+        divergence: Mean divergence from the exact model, with every other layer exact.
+        kept: Whether the layer was made exact again.
+    """
+
+    layer: Count
+    mechanism: str
+    divergence: float
+    kept: bool
+
+
+class KeptExact(Written):
+    """The layers that were made exact again before a training, since they move the outputs most.
+
+    Attributes:
+        unit: Unit of the divergences, in words.
+        inputs: Number of training inputs that they were measured on.
+        layers: All layers that were converted until then.
+        steps: Steps of transfer that mechanisms were fitted by before that, and only for that.
+    """
+
+    unit: str
+    inputs: Count
+    layers: list[LayerDivergence]
+    steps: Count
+
+
 class Trained(Written):
     """The training of a variant, or of the base.
 
@@ -290,6 +322,7 @@ class Trained(Written):
         fitted: What its mechanisms were fitted to again before the first step, in words; null if they were not.
         helped: Whether the result is better than what training began with; null if nothing was trained, or it was not
             noted.
+        kept_exact: The layers that were made exact again before it; null if there are none.
     """
 
     name: str
@@ -305,6 +338,7 @@ class Trained(Written):
     approximated: float | None = None
     fitted: str | None = None
     helped: bool | None = None
+    kept_exact: KeptExact | None = None
 
 
 class _Measured(BaseModel):

@@ -30,17 +30,17 @@ from approx.checkpoints.atomic_folder import (
 )
 from approx.checkpoints.checkpoint import Checkpoint, state_sha256, weight_files
 from approx.checkpoints.foreign import carried
-from approx.checkpoints.history import Check, Receipt, Training, read_receipt
+from approx.checkpoints.history import Check, KeptExact, Receipt, Training, read_receipt, trainings
 from approx.checkpoints.manifest import sha256
-from approx.conversion import convert, verify
-from approx.conversion.calibration import calibrate, calibration_batch, calibration_length, mechanisms
+from approx.conversion import convert, surgery, verify
+from approx.conversion.calibration import calibrate, calibration_batch, calibration_length, exactly, mechanisms
 from approx.conversion.convert import refuse_foreign
 from approx.errors import ApproxError, Exit
 from approx.evaluation import evaluate
 from approx.evaluation.evaluate import Subject, predict, prepare
 from approx.evaluation.quality import label_order
 from approx.evaluation.timing import available_bytes, peak_mb
-from approx.finetuning import trainer
+from approx.finetuning import divergence, trainer
 from approx.finetuning.options import FinetuneStage, allowed_loss
 from approx.finetuning.trainer import (
     MOST_VALIDATIONS,
@@ -54,7 +54,6 @@ from approx.finetuning.trainer import (
     Supervised,
     Transfer,
     disk_errors,
-    exactly,
     teacher_of,
     train,
 )
@@ -101,6 +100,7 @@ class Preparation:
         sample: One input on the model's device, to find out which layers run.
         approximated: Share of the training inputs on which the mechanisms approximate; None for an exact model.
         approximates_from: Tokens of the shortest of these inputs; None if there are none.
+        kept_exact: The layers that were made exact again; None if there are none.
     """
 
     data: trainer.TrainingData
@@ -110,6 +110,7 @@ class Preparation:
     sample: dict[str, Tensor]
     approximated: float | None = None
     approximates_from: int | None = None
+    kept_exact: KeptExact | None = None
 
     def validating(self, count: int, model: Any) -> "Preparation":
         """The same with at most this many held-out examples in use, and not too few."""
@@ -145,14 +146,17 @@ class Preparation:
         return [f"{note} --min-length {self.approximates_from} leaves those out."]
 
 
-def prepare_training(model: Any, processor: Any, options: FinetuneStage, teacher: Any = None) -> Preparation:
-    """Read the data and prepare each mode; nothing is trained.
+def prepare_training(
+    model: Any, processor: Any, options: FinetuneStage, teacher: Any = None, kept_exact: KeptExact | None = None
+) -> Preparation:
+    """Read the data, make layers exact again if that is asked for, and prepare each mode; nothing is trained.
 
     Args:
         model: A transformers model, converted or not.
         processor: Its tokenizer or feature extractor.
         options: Options of the training.
         teacher: The exact model for `distill`; by default a copy of the model with exact attention.
+        kept_exact: The layers to make exact again, where they were chosen before.
 
     Raises:
         ApproxError: if a mode cannot be used, the data do not fit, or FSDP is requested.
@@ -160,12 +164,19 @@ def prepare_training(model: Any, processor: Any, options: FinetuneStage, teacher
     refuse_sharding()
     text = options.text is not None
     causal = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
-    modes: list[str] = list(
-        options.recover or trainer.default_modes(model, text=text, causal=causal, taught=teacher is not None)
-    )
-    trainer.check_modes(modes, model, text=text, projections=options.projections)
-    if teacher is not None and "distill" not in modes:
-        raise ApproxError("--teacher has an effect only with the mode 'distill'. Add it to --recover, or leave it out.")
+
+    def chosen_modes() -> list[str]:
+        modes: list[str] = list(
+            options.recover or trainer.default_modes(model, text=text, causal=causal, taught=teacher is not None)
+        )
+        trainer.check_modes(modes, model, text=text, projections=options.projections)
+        return modes
+
+    modes = chosen_modes()
+    if options.keep_exact is not None:
+        _check_keep_exact(model, options.keep_exact, taught=teacher is not None)
+    elif teacher is not None and "distill" not in modes:
+        raise ApproxError(_IDLE_TEACHER)
     _refuse_missing("accelerate", "'approx-attention[train]'", "Training")
     if options.report_to is not None:
         _refuse_missing(options.report_to, options.report_to, f"Reporting to {options.report_to}")
@@ -173,6 +184,11 @@ def prepare_training(model: Any, processor: Any, options: FinetuneStage, teacher
     language = next((mode for mode in modes if mode in ("clm", "mlm")), "mlm" if masked else "clm")
     supervised = {"task", "clm", "mlm"} & set(modes) or ("distill" in modes and options.distill.labels > 0)
     read = trainer.read_data(options, model, processor, labelled=bool(supervised), language=language)
+    if options.keep_exact is not None:
+        kept_exact = kept_exact or _most_divergent(model, read, options, teacher)
+        surgery.keep_exact(model, kept_exact.numbers)
+        # Of the layers that stay converted none may have parameters.
+        modes = chosen_modes()
     sample = trainer.tensors_to(model.device, read.batch([0], 0), model.dtype)
     measure = _measure(model, read)
     phases: list[Phase] = []
@@ -195,8 +211,110 @@ def prepare_training(model: Any, processor: Any, options: FinetuneStage, teacher
                 adapted=mode in adapted,
             )
         )
-    prepared = Preparation(read, phases, adapted, measure, sample, *_approximated(model, read))
+    prepared = Preparation(read, phases, adapted, measure, sample, *_approximated(model, read), kept_exact)
     return prepared if options.seconds is not None else _with_validations(prepared, model)
+
+
+_IDLE_TEACHER = (
+    "--teacher has an effect only with the mode 'distill', or with --keep-exact. Add one of them, or leave it out."
+)
+# Rounding alone moves outputs less far than this.
+_ROUNDING = 1e-6
+# Operations of the inputs that layers are compared on, about a minute of two cores; more of these inputs, and fewer.
+_COMPARING, _MOST_COMPARED, _FEWEST_COMPARED = 3e12, 128, 2
+# MiniLM with linear attention on SQuAD: untrained, layers 2 and 3 move the outputs most; after 10, 20 and 40 steps 1 and 2.
+_STEPS_BEFORE_COMPARING = 10
+
+
+def _check_keep_exact(model: Any, count: int, *, taught: bool) -> None:
+    asked = f"--keep-exact {count}"
+    if not families.is_converted(model):
+        raise ApproxError(
+            f"{asked} chooses among converted layers, and this {type(model).__name__} is exact. Leave it out, or convert "
+            "the model first.",
+            Exit.UNSUPPORTED,
+        )
+    layers = len(model.config.approx["sites"])
+    if count >= layers:
+        most = "Leave it out" if layers == 1 else f"Keep at most {layers - 1}, or leave it out"
+        raise ApproxError(
+            f"{asked} would leave nothing converted: this model has {layers} converted layer{'s' * (layers > 1)}. {most}."
+        )
+    if trainer.retrained(model.config.approx) and not taught:
+        raise ApproxError(
+            f"{asked} compares layers with the exact model, but the weights of this one were trained since it was "
+            "converted, so with exact attention they are not its base. Name the base with --teacher."
+        )
+
+
+def _most_divergent(model: Any, read: trainer.TrainingData, options: FinetuneStage, teacher: Any) -> KeptExact:
+    """The layers whose conversion alone moves the outputs most; the numbers of inputs and steps do not depend on times.
+
+    Mechanisms with parameters are first fitted for a few steps of transfer, and then as they were: what a layer does before
+    that says little of what training leaves.
+    """
+    order = torch.randperm(len(read.rows), generator=torch.Generator().manual_seed(options.seed)).tolist()
+    sizes = [read.tokens(row) for row in order[:_MOST_COMPARED]]
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    each = 2 * weights * (1 + len(model.config.approx["sites"])) * sum(sizes) / len(sizes)
+    rows = order[: min(max(int(_COMPARING / each), _FEWEST_COMPARED), _MOST_COMPARED)]
+
+    def inputs(some: list[int]) -> dict[str, Tensor]:
+        return trainer.without_targets(trainer.tensors_to(model.device, read.batch(some, 0), model.dtype))
+
+    names = trainer.mechanism_parameters(model)
+    fitted = bool(names) and not trainings(model.config.approx)
+    earlier = trainer.changeable(model, names)
+    if fitted:
+        # Other inputs than those below, if there are so many.
+        others = [*order[len(rows) :], *order]
+        size = _DEFAULTS["transfer"][0]
+        batches = (
+            inputs(others[step * size : (step + 1) * size] or rows[:size]) for step in range(_STEPS_BEFORE_COMPARING)
+        )
+        bfloat16 = _in_bfloat16(model, "transfer") if options.bfloat16 is None else options.bfloat16
+        _fit_briefly(model, names, batches, options, bfloat16=bfloat16)
+    try:
+        layers = divergence.of_layers(model, [inputs([row]) for row in rows], teacher)
+    finally:
+        model.load_state_dict(earlier, strict=False)
+    most = sorted(layers, key=lambda one: -one.divergence)[: options.keep_exact]
+    if most[0].divergence < _ROUNDING:
+        raise ApproxError(
+            f"--keep-exact {options.keep_exact}: on {len(rows)} training inputs no converted layer changes the outputs "
+            "beyond rounding, so none can be chosen. Mechanisms are often exact on short inputs; use longer ones "
+            "(--min-length), or leave it out.",
+            Exit.UNSUPPORTED,
+        )
+    steps = _STEPS_BEFORE_COMPARING if fitted else 0
+    return KeptExact(divergence.unit(model), len(rows), [replace(one, kept=one in most) for one in layers], steps)
+
+
+def _fit_briefly(
+    model: Any, names: list[str], batches: Iterator[dict[str, Tensor]], options: FinetuneStage, *, bfloat16: bool
+) -> None:
+    """A few steps of transfer, without validation or checkpoints."""
+    objective = Transfer(model, joint=False, match=options.match)
+    before = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    named = dict(model.named_parameters())
+    rate = options.transfer.learning_rate or _DEFAULTS["transfer"][1]
+    optimizer = torch.optim.AdamW([named[name] for name in names], lr=rate, weight_decay=0.0)
+    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.2, total_iters=_STEPS_BEFORE_COMPARING // 2)
+    try:
+        model.requires_grad_(False)
+        for name in names:
+            named[name].requires_grad_(True)
+        for inputs in batches:
+            with torch.autocast(model.device.type, torch.bfloat16, enabled=bfloat16):
+                loss = objective.loss(model, model, inputs)
+            if loss.requires_grad:
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            warm_up.step()
+    finally:
+        for parameter, trainable in before.items():
+            parameter.requires_grad_(trainable)
 
 
 # Validation takes a tenth of the time of a mode. A step takes three times as long as a forward pass of its inputs.
@@ -527,6 +645,10 @@ _ELSEWHERE = ("_name_or_path", "transformers_version")
 _TOUCHED = ("layerdrop", "use_cache", "problem_type")
 
 
+# Options that change no number of a training.
+_UNSTATED = {"time_budget", "report_to"}
+
+
 class About(BaseModel):
     """What identifies a training: only an equal one continues with its state. Earlier versions stored no config."""
 
@@ -552,6 +674,7 @@ class Begun(BaseModel):
         validated: Number of held-out examples in use; None for all.
         fitted: What mechanisms were fitted to again before the first step; None if they were not.
         start: Score of the weights that the first step begins with, in `start.safetensors`; None if the model has no score.
+        kept_exact: The layers that were made exact again; None if there are none.
     """
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
@@ -564,6 +687,7 @@ class Begun(BaseModel):
     validated: int | None = None
     fitted: str | None = None
     start: float | None = None
+    kept_exact: KeptExact | None = None
 
 
 @dataclass
@@ -575,7 +699,7 @@ class Healing:
         phases: Outcome of each mode.
         measure: What was measured on the held-out examples: a metric, or `loss`.
         exact: Its value with exact attention before training; None for an exact model.
-        before: Its value before the first step; None if the model has no score.
+        before: Its value before the first step, with the layers exact that stay so; None if the model has no score.
         after: Its value after training.
         held_out: Number of held-out examples.
         examples: Number of training examples.
@@ -585,6 +709,7 @@ class Healing:
         notes: What a user should know.
         fitted: What mechanisms were fitted to again before the first step, in words; None if they were not.
         helped: Whether the result is better than what training began with; None if nothing was trained.
+        kept_exact: The layers that were made exact again; None if there are none.
         output: The folder with the model; None for a model in memory.
         checks: The checks of that folder.
     """
@@ -603,6 +728,7 @@ class Healing:
     notes: list[str]
     fitted: str | None = None
     helped: bool | None = None
+    kept_exact: KeptExact | None = None
     output: str | None = None
     checks: list[Check] = field(default_factory=list)
 
@@ -658,7 +784,9 @@ def finetune(
         Interrupted: after Ctrl-C or SIGTERM; the folder holds the state after the last step.
     """
     progress("read the data", 0, 1)
-    prepared = prepare_training(model, processor, options, teacher)
+    prepared = prepare_training(
+        model, processor, options, teacher, _kept_before(folder, model, options.keep_exact) if resume else None
+    )
     if restart and evaluate.leads():
         claim(folder, *_OURS)
         remove(folder, "training")
@@ -702,7 +830,8 @@ def _trained(
     exact, before = begun.exact, begun.before
     if options.budget is not None:
         prepared.measure.enough = _enough(prepared.measure, exact, before, options)
-        if before is not None and prepared.measure.suffices(before) and not again:
+        met = before is not None and prepared.measure.suffices(before)
+        if met and not again and prepared.kept_exact is None:
             if evaluate.leads():
                 remove(folder, "training")
             reference = "" if exact is None else f", {exact:.4f} with exact attention"
@@ -720,7 +849,9 @@ def _trained(
         _restore(folder / _START, model)
     outcomes: list[Outcome] = []
     unused = 0.0
-    for number, phase in enumerate(prepared.phases):
+    # The layers that stay exact may be all that it takes.
+    enough = begun.start is not None and prepared.measure.suffices(begun.start)
+    for number, phase in enumerate([] if enough else prepared.phases):
         phase = replace(phase, seconds=phase.seconds + unused)
         place = folder / f"{number}-{phase.mode}"
         finished = _finished(place, model)
@@ -734,7 +865,7 @@ def _trained(
     progress("score after training", 0, 1)
     model.eval()
     after = None if prepared.measure.value is None else prepared.measure.value()
-    helped = any(outcome.best_step for outcome in outcomes)
+    helped = any(outcome.best_step for outcome in outcomes) if outcomes else None
     if after is not None and begun.start is not None and _worse(prepared, after, begun.start):
         # What lowers the loss of a layer need not raise the score of the model.
         _restore(folder / _START, model)
@@ -813,6 +944,7 @@ def _healing(
         notes=[*prepared.notes, *begun.notes, *([_NO_HELP] if helped is False else [])],
         fitted=begun.fitted,
         helped=helped,
+        kept_exact=prepared.kept_exact,
     )
 
 
@@ -897,7 +1029,7 @@ def _begun(folder: Path, model: Any, prepared: Preparation, options: FinetuneSta
     """Claim a folder for this training, or check that it holds this training; return the stored state."""
     settings = json.loads(model.config.to_json_string(use_diff=False))
     about = {
-        "options": options.model_dump(mode="json", exclude={"time_budget", "report_to"}),
+        "options": options.model_dump(mode="json", exclude=_UNSTATED),
         "data": prepared.data.sha256,
         "model": type(model).__name__,
         "weights": state_sha256(model),
@@ -919,6 +1051,7 @@ def _begun(folder: Path, model: Any, prepared: Preparation, options: FinetuneSta
                 "with that version, or start over with --force.",
                 Exit.REFUSED,
             )
+        known["options"] = _with_defaults(known["options"])
         if different := [what for what in known if known[what] != getattr(about, what)]:
             words = {
                 "options": "options",
@@ -943,9 +1076,28 @@ def _begun(folder: Path, model: Any, prepared: Preparation, options: FinetuneSta
         )
     if resume:
         raise ApproxError(f"There is nothing to resume: {folder} holds no training.", Exit.UNAVAILABLE)
-    begun = Begun(about=about)
+    begun = Begun(about=about, kept_exact=prepared.kept_exact)
     _keep(folder, begun)
     return begun
+
+
+def _kept_before(folder: Path, model: Any, count: int | None) -> KeptExact | None:
+    """The layers that an unfinished training of a folder keeps exact, so that it goes on with the same ones."""
+    file = folder / _STATE
+    found = evaluate.agree(file.read_bytes() if count and evaluate.leads() and file.is_file() else None)
+    kept = None if found is None else _read(file, found).kept_exact
+    if kept is None or len(kept.numbers) != count or not families.is_converted(model):
+        return None
+    # Of another model, which is refused later.
+    same = {one.layer for one in kept.layers} == {site["layer"] for site in model.config.approx["sites"].values()}
+    return kept if same else None
+
+
+def _with_defaults(options: dict[str, Any]) -> dict[str, Any]:
+    """Stored options of a training, and what later versions added to them, as it was before."""
+    usual = FinetuneStage().model_dump(mode="json", exclude=_UNSTATED)
+    parts = {name: {**value, **options.get(name, {})} for name, value in usual.items() if isinstance(value, dict)}
+    return {**usual, **options, **parts}
 
 
 def _read(file: Path, text: bytes) -> Begun:
@@ -1138,6 +1290,7 @@ class Rehearsal:
     phases: list[Estimate]
     approximated: float | None
     notes: list[str]
+    kept_exact: KeptExact | None = None
 
 
 def rehearse(
@@ -1167,6 +1320,7 @@ def rehearse(
         phases=[estimate(opened.model, phase, prepared, options) for phase in prepared.phases],
         approximated=prepared.approximated,
         notes=[*opened.notes, *prepared.notes],
+        kept_exact=prepared.kept_exact,
     )
 
 
@@ -1192,8 +1346,8 @@ def _opened(
                 "the base. Name it with --teacher.",
             )
         return opened, None
-    if options.recover is not None and "distill" not in options.recover:
-        raise ApproxError("--teacher has an effect only with the mode 'distill'. Add it to --recover, or leave it out.")
+    if options.recover is not None and "distill" not in options.recover and options.keep_exact is None:
+        raise ApproxError(_IDLE_TEACHER)
     taught = checkpoint.load(teacher, offline=offline, merge_adapter=merge_adapter, device=device)
     if taught.source.converted or taught.source.stock_class is not opened.source.stock_class:
         raise ApproxError(
@@ -1240,6 +1394,8 @@ def _written(
         results = [verify.padding(model), verify.causality(model)]
         _remember(opened, options, done, taught)
         if receipt is not None:
+            if done.kept_exact is not None:
+                receipt.keep(done.kept_exact.numbers)
             batch = calibration_batch(opened.source, model, calibration_length(model), None)
             receipt.lost(verify.layer_damage(model, batch.inputs), batch.description)
         written["reloading in a fresh process"] = lambda folder: verify.fresh_process(folder, model)
@@ -1275,6 +1431,7 @@ def _remember(opened: Checkpoint, options: FinetuneStage, done: Healing, taught:
         after=done.after,
         fitted=done.fitted,
         helped=done.helped,
+        kept_exact=done.kept_exact,
         # Paths may be private.
         options={name: value for name, value in done.options.items() if name not in ("data", "text")},
     )

@@ -110,6 +110,8 @@ class FinetuneStage(Model):
         warm_up: Share of what runs, steps or time, during which the rate rises. Default: 0.06.
         weight_decay: Decay of the base's matrices. Default: 0.01.
         transfer: A setting of transfer alone: learning_rate, steps, batch_size, warm_up or weight_decay.
+        keep_exact: Keep so many of the converted layers exact: those whose conversion alone moves the model's outputs most,
+            measured on training inputs before the first step.
         train: Weights that distill, task, clm and mlm train: all, those of attention layers, or the task's head.
         projections: Let transfer train the q, k and v projections too.
         joint: In transfer, feed each layer what the converted layers before it compute, not exact attention.
@@ -149,6 +151,7 @@ class FinetuneStage(Model):
     warm_up: Share | None = None
     weight_decay: Annotated[float | None, Field(ge=0)] = None
     transfer: ModeOptions = Field(default_factory=ModeOptions)
+    keep_exact: Count | None = None
     train: Literal["all", "attention", "head"] = "all"
     projections: bool = False
     joint: bool = False
@@ -202,5 +205,5 @@ class HealStage(FinetuneStage):
         """The training of the base: only the modes that need no conversion, or the default of an exact model."""
         modes = [mode for mode in self.recover or [] if mode not in ("transfer", "distill")]
         return self.training.model_copy(
-            update={"recover": modes if modes and modes[-1] != "lora" else None, "budget": None}
+            update={"recover": modes if modes and modes[-1] != "lora" else None, "budget": None, "keep_exact": None}
         )

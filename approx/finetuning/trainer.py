@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -31,8 +31,9 @@ from transformers.pytorch_utils import Conv1D
 from approx.checkpoints import families
 from approx.checkpoints.history import trainings
 from approx.conversion import surgery
-from approx.conversion.calibration import all_open, evaluating, exact_below
+from approx.conversion.calibration import all_open, evaluating, exactly
 from approx.errors import ApproxError, Exit
+from approx.finetuning.divergence import divergence_of_labels
 from approx.finetuning.options import Distillation, FinetuneStage, Lora
 from approx.planning import positions
 from approx.planning.plan import described
@@ -243,11 +244,12 @@ def retrained(record: Mapping[str, Any]) -> bool:
     Args:
         record: The field `approx` of its config.
     """
-    return any(set(step.recover) != {"transfer"} or step.options.get("projections") for step in trainings(record))
+    return any(
+        step.steps and (set(step.recover) != {"transfer"} or step.options.get("projections"))
+        for step in trainings(record)
+    )
 
 
-# Longer than any input.
-_ALWAYS_EXACT = 2**62
 _TARGETS = ("labels", "start_positions", "end_positions")
 
 
@@ -407,17 +409,6 @@ def teacher_of(model: Any) -> Any:
     teacher = copy.deepcopy(model)
     surgery.use_exact_attention(teacher)
     return teacher
-
-
-def exactly(model: Any) -> AbstractContextManager[None]:
-    """Run exact attention in every layer within the context."""
-    return exact_below(model, _ALWAYS_EXACT)
-
-
-def divergence_of_labels(outputs: Tensor, target: Tensor) -> Tensor:
-    """KL(target ‖ outputs) in nats , summed over labels that do not exclude each other: logits [B, L] -> [B]."""
-    least = F.binary_cross_entropy_with_logits(target, target.sigmoid(), reduction="none")
-    return (F.binary_cross_entropy_with_logits(outputs, target.sigmoid(), reduction="none") - least).sum(-1)
 
 
 # A target that is nearly the same at every token has hardly any energy around its mean.
@@ -1041,7 +1032,7 @@ def _held_out(task: Task, split: Split, count: int, seed: int) -> tuple[list[Exa
     if not trained:
         raise ApproxError(
             f"{task.name}: its {len(examples)} training examples are of {len(names)} {task.groups.by}, so that none "
-            "can be held out to choose the best step. Give examples of more {task.groups.by}.",
+            f"can be held out to choose the best step. Give examples of more {task.groups.by}.",
             Exit.UNAVAILABLE,
         )
     return trained, held_out

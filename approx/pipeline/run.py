@@ -503,7 +503,8 @@ class Study:
         where = self._where if source is None else {}
         # Trained weights are no longer the base's, so they cannot teach.
         again = source is not None and source.noun == "training" and label != TRAINED
-        retrained = again and (training.recover is None or "distill" in training.recover)
+        modes = training.recover or ["distill"]
+        retrained = again and ("distill" in modes or training.keep_exact is not None)
         try:
             # A killed process may have written the folder, but not this stage.
             done = finetune_folder(

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from approx.errors import ApproxError, Exit
-from approx.evaluation.record import Layer, Quality, Ratio, Record, Speed, Trained, Variant
+from approx.evaluation.record import KeptExact, Layer, Quality, Ratio, Record, Speed, Trained, Variant
 from approx.publishing import wording
 from approx.publishing.summary import longest_input, standing, variant_of
 from approx.registry import class_facts
@@ -167,6 +167,19 @@ def _with_spans(variants: list[Variant]) -> list[tuple[str, list[Layer]]]:
     return [(name, layers) for name, layers in with_spans if layers]
 
 
+def _kept_exact(kept: KeptExact) -> str:
+    """How far each layer moves the outputs, in a sentence."""
+    exact, converted = (
+        ", ".join(f"{one.layer} ({wording.decimal(one.divergence, 3)})" for one in kept.layers if one.kept is which)
+        for which in (True, False)
+    )
+    fitted = f", after {kept.steps} steps of transfer" if kept.steps else ""
+    return (
+        f"Layers that stay exact, with what each moves the outputs by if it alone is converted ({kept.unit}, "
+        f"{wording.count(kept.inputs)} training inputs{fitted}): {exact}; the others: {converted}."
+    )
+
+
 def training_table(trained: Trained) -> dict[str, Any]:
     """Lay out one training: a row per mode, and the scores of held-out training examples."""
     scores = [
@@ -182,6 +195,7 @@ def training_table(trained: Trained) -> dict[str, Any]:
         "approximated": None if trained.approximated is None else wording.percent(trained.approximated),
         "fitted": trained.fitted,
         "helped": trained.helped,
+        "kept_exact": None if trained.kept_exact is None else _kept_exact(trained.kept_exact),
         "scores": [(name, wording.decimal(value, 4)) for name, value in scores if value is not None],
         "rows": [
             {

@@ -385,7 +385,8 @@ def detach(model: Any, paths: Iterable[str]) -> None:
         del module.mechanism
         drop_states(module)
     for module in model.base_model.modules():
-        if "token_hook" in vars(module):
+        read = any(getattr(getattr(inner, "mechanism", None), "reads_tokens", False) for inner in module.modules())
+        if "token_hook" in vars(module) and not read:
             vars(module).pop("token_hook").remove()
 
 

@@ -77,6 +77,8 @@ class LayerReason:
         saves: Milliseconds that it saves.
         damage: Its share of the predicted damage of the plan, from 0 to 1.
         reason: In words.
+        divergence: What it moves the outputs by if it alone is converted, as `finetune --keep-exact` measures it; None where it
+            stays exact or that was not measured.
     """
 
     layer: int
@@ -85,6 +87,7 @@ class LayerReason:
     saves: float
     damage: float
     reason: str
+    divergence: float | None = None
 
 
 @dataclass

@@ -20,6 +20,7 @@ from scipy import stats
 from torch import Tensor
 
 from approx.checkpoints.checkpoint import Checkpoint
+from approx.checkpoints.history import LayerDivergence
 from approx.conversion import verify
 from approx.errors import ApproxError, Exit, shown
 from approx.evaluation.evaluate import default_folder, fingerprint, predict
@@ -28,6 +29,7 @@ from approx.evaluation.options import BASE
 from approx.evaluation.quality import compare, label_order
 from approx.evaluation.record import Quality, Speed, Tokens
 from approx.evaluation.statistics import Stake, score_interval
+from approx.finetuning.divergence import of_layers
 from approx.finetuning.finetune import Preparation, finetune, measure_of
 from approx.finetuning.options import FinetuneStage
 from approx.finetuning.trainer import Measure, Phase, TrainingData, Transfer, mechanism_parameters, train
@@ -974,12 +976,19 @@ class Search:
         outcome = self._outcome(
             labels[reported] if reported else None, proven.proofs[reported] if reported else None, feasible=feasible
         )
+        if reported is not None:
+            alone = {one.layer: one.divergence for one in self._alone(models[reported].model)}
+            outcome.layers = [replace(one, divergence=alone.get(one.layer)) for one in outcome.layers]
         outcome.notes += self._better(proven.proofs, reported)
         if left_out := list(others)[len(compared) :]:
             outcome.notes.append(
                 f"The time budget of {self.stage.time_budget} had no room to measure {', '.join(left_out)} for comparison."
             )
         return proven.fill(outcome, models, reported)
+
+    def _alone(self, model: Any) -> list[LayerDivergence]:
+        """What each converted layer alone moves the outputs by, on the examples that predict the damage."""
+        return of_layers(model, [batch.inputs for batch in self.judge.calibration.batches])
 
     def _room(self, finalists: int) -> int | None:
         """How many plans the time budget leaves room to compare with the finalists on the proof; None for all."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,10 +10,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import BertForSequenceClassification
 
 import killable
 from conftest import ROOT
 from forms import HEDGEHOG
+from tiny_classifier import tiny_tokenizer
 from tiny_study import tiny_checkpoint
 
 from .conftest import call
@@ -64,6 +68,27 @@ def test_trains_and_reports_the_changes(study, tmp_path):
         "evaluate", tmp_path / "healed", "--against", study / "base", "--task", "glue/sst2", "--data", study / "SST-2"
     )
     assert scored.code == 0, scored.err
+
+
+def test_prints_how_far_each_layer_moves_the_outputs_and_which_stay_exact(study, tmp_path):
+    # Weights so large that attention matters.
+    model = BertForSequenceClassification.from_pretrained(study / "base")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4)
+    model.save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    converted = tmp_path / "converted"
+    assert call("convert", tmp_path / "base", "-o", converted, "-m", "local", "--set", "left=0").code == 0
+    words = ["finetune", converted, *words_of(study, "--dry-run", "--recover", "task", "--keep-exact")[2:]]
+    answer = call(*words, "1")
+    assert answer.code == 0, answer.err
+    assert "moves the outputs by (nats)" in answer.out
+    assert len(re.findall(r"^ [01] +local ", answer.out, re.M)) == 2
+    assert re.search(r"Layer [01] stays exact: converted alone, it moves the outputs by", answer.out)
+    answer = call(*words, "2")
+    assert answer.code == 2
+    assert "Keep at most 1" in answer.err
 
 
 def test_a_mode_has_settings_of_its_own(study):

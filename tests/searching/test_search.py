@@ -89,6 +89,15 @@ def test_finds_the_fastest_plan_within_a_budget_and_proves_it_on_other_rows(sear
     )
     assert plan == found.plan
     assert sum(one.damage for one in found.layers) == pytest.approx(1.0)
+    # What a layer moves the outputs by is that of a model in which it alone is converted.
+    for one in found.layers:
+        if one.choice == "exact":
+            assert one.divergence is None
+        else:
+            choice = Choice(CANDIDATES[NAMES.index(one.choice)])
+            alone = made.composer.make([choice if n == one.layer else Choice(None) for n in range(len(found.layers))])
+            expected = kl(base.model, alone.model, made.judge.calibration.batches)
+            assert one.divergence == pytest.approx(expected, rel=1e-3)
     assert (found.goal, found.unit, found.interrupted) == ("kl<=0.16 at 24 tokens", "nats", False)
     assert found.measured == len(json.loads((made.folder / MEASURED).read_text())["plans"])
     stages = list(dict.fromkeys(what.partition(" |")[0] for what, _, _ in reported))

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from approx.searching.cost import divergence, surrogate
+from approx.finetuning.divergence import divergence, surrogate
 
 
 class Outputs(SimpleNamespace):

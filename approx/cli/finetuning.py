@@ -22,7 +22,7 @@ _STAGE = Stage(
     panels={
         "Task": "task data settings text split limit length min_length",
         "Training": "budget time_budget steps epochs batch_size accumulate learning_rate mechanism_learning_rate warm_up "
-        "weight_decay validation evaluate_every patience",
+        "schedule weight_decay dropout validation evaluate_every patience",
         "Modes": "keep_exact train projections joint match transfer distill lora penalty",
         "Machine": "recompute bfloat16 report_to seed",
     },

@@ -460,6 +460,7 @@ def _phase(
         seconds=math.inf if options.seconds is None else options.seconds * share,
         evaluate_every=options.evaluate_every,
         warm_up=_WARM_UP if (warm_up := options.of(mode, "warm_up")) is None else warm_up,
+        schedule=options.of(mode, "schedule"),
         weight_decay=_WEIGHT_DECAY if (decay := options.of(mode, "weight_decay")) is None else decay,
         patience=options.patience,
         penalty=penalty,
@@ -975,9 +976,10 @@ def _carried_out(
         model.config.layerdrop = 0.0
     finished = False
     try:
-        outcome = train(
-            model, phase, prepared.data, measure_of(phase, prepared, model), place, resume=resume, progress=progress
-        )
+        with trainer.dropout(model, options.dropout):
+            outcome = train(
+                model, phase, prepared.data, measure_of(phase, prepared, model), place, resume=resume, progress=progress
+            )
         finished = True
     finally:
         for name, value in settings.items():

@@ -25,6 +25,7 @@ def allowed_loss(budget: str) -> float:
 
 Rate = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
+Shape = Literal["cosine", "linear", "constant", "warmup_stable_decay"]
 
 
 class ModeOptions(Model):
@@ -35,6 +36,7 @@ class ModeOptions(Model):
         steps: Most steps.
         batch_size: Inputs of a step, over all processes.
         warm_up: Share of what runs, steps or time, during which the rate rises.
+        schedule: How the rate falls after that.
         weight_decay: Decay of the base's matrices.
     """
 
@@ -42,6 +44,7 @@ class ModeOptions(Model):
     steps: Count | None = None
     batch_size: Count | None = None
     warm_up: Share | None = None
+    schedule: Shape | None = None
     weight_decay: Annotated[float | None, Field(ge=0)] = None
 
 
@@ -108,8 +111,12 @@ class FinetuneStage(Model):
         mechanism_learning_rate: The highest rate of the mechanisms' parameters, in all modes but transfer. Default: ten
             times that of the mode.
         warm_up: Share of what runs, steps or time, during which the rate rises. Default: 0.06.
+        schedule: How the rate falls after that, as transformers does it: cosine or linear to 0 at the end, constant, or
+            warmup_stable_decay, linear in the last fifth.
         weight_decay: Decay of the base's matrices. Default: 0.01.
-        transfer: A setting of transfer alone: learning_rate, steps, batch_size, warm_up or weight_decay.
+        dropout: Dropout of the model in distill, task, clm and mlm. Default: what its config says. Adapters have their
+            own.
+        transfer: A setting of transfer alone: learning_rate, steps, batch_size, warm_up, schedule or weight_decay.
         keep_exact: Keep so many of the converted layers exact: those whose conversion alone moves the model's outputs most,
             measured on training inputs before the first step.
         train: Weights that distill, task, clm and mlm train: all, those of attention layers, or the task's head.
@@ -149,7 +156,9 @@ class FinetuneStage(Model):
     learning_rate: Rate | None = None
     mechanism_learning_rate: Rate | None = None
     warm_up: Share | None = None
+    schedule: Shape = "cosine"
     weight_decay: Annotated[float | None, Field(ge=0)] = None
+    dropout: Share | None = None
     transfer: ModeOptions = Field(default_factory=ModeOptions)
     keep_exact: Count | None = None
     train: Literal["all", "attention", "head"] = "all"

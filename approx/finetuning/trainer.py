@@ -25,7 +25,14 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset, SequentialSampler
-from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    EarlyStoppingCallback,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    get_scheduler,
+)
 from transformers.pytorch_utils import Conv1D
 
 from approx.checkpoints import families
@@ -540,6 +547,7 @@ class Phase:
         seconds: Time limit; infinite for none.
         evaluate_every: Steps between validations; None for as many as take a tenth of the time limit.
         warm_up: Share of what will run, steps or time, during which the rate rises.
+        schedule: Name of transformers' schedule after that.
         weight_decay: Decay of the base's matrices.
         patience: Validations without improvement after which the mode ends; None for no limit.
         penalty: Weight of the mechanisms' penalty.
@@ -560,6 +568,7 @@ class Phase:
     seconds: float
     evaluate_every: int | None
     warm_up: float
+    schedule: str
     weight_decay: float
     patience: int | None
     penalty: float
@@ -1127,6 +1136,26 @@ def train(
     return outcome
 
 
+@contextmanager
+def dropout(model: Any, share: float | None) -> Iterator[None]:
+    """Set the dropout of a model inside the context, but not that of adapters; None leaves it as it is."""
+    before: list[tuple[nn.Module, str, float]] = []
+    for name, module in [] if share is None else model.named_modules():
+        if ".lora_" in name:
+            continue
+        if isinstance(module, nn.Dropout):
+            before.append((module, "p", module.p))
+        # Many attention modules hold a number, which they pass on.
+        before += [(module, key, x) for key, x in vars(module).items() if "dropout" in key and type(x) in (int, float)]
+    try:
+        for module, key, _ in before:
+            setattr(module, key, share)
+        yield
+    finally:
+        for module, key, value in before:
+            setattr(module, key, value)
+
+
 def changeable(model: Any, trained: Sequence[str]) -> dict[str, Tensor]:
     """Copies, in main memory, of the parameters that are trained and of the buffers, which mechanisms may redraw."""
     fixed = {name for name, _ in model.named_parameters()} - set(trained)
@@ -1181,6 +1210,25 @@ def _step(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
 
 
+# Steps of a whole schedule, and those in which it decays where it is stable before.
+_WHOLE, _DECAYING = 1000, 200
+
+
+def _decay(schedule: str) -> Callable[[float], float]:
+    """A schedule of transformers as a function of the share of what runs, from 0 to 1."""
+    made = get_scheduler(
+        schedule,
+        torch.optim.SGD([torch.zeros(1)]),
+        num_warmup_steps=0,
+        num_training_steps=_WHOLE,
+        scheduler_specific_kwargs={"num_decay_steps": _DECAYING, "decay_type": "linear"}
+        if schedule == "warmup_stable_decay"
+        else {},
+    )
+    (of_step,) = made.lr_lambdas  # type: ignore[union-attr]  # the other kind is of another kind of optimizer
+    return lambda share: of_step(_WHOLE * share)
+
+
 class _Trainer(Trainer):
     def __init__(
         self, model: Any, phase: Phase, data: TrainingData, measure: Measure, folder: Path, progress: Progress
@@ -1189,6 +1237,7 @@ class _Trainer(Trainer):
         self.trained: Any = model
         self.watch = Watch(self, progress)
         self.begun = False
+        self._decay = _decay(phase.schedule)
         chosen = set(phase.trained)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in chosen)
@@ -1258,7 +1307,7 @@ class _Trainer(Trainer):
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Linear warm-up, then cosine decay to 0 at the last step or at the time limit, whichever comes first."""
+        """Linear warm-up, then a schedule up to the last step or the time limit, whichever comes first."""
         self.lr_scheduler = LambdaLR(optimizer or self.optimizer, self._rate)
         return self.lr_scheduler
 
@@ -1267,7 +1316,7 @@ class _Trainer(Trainer):
         # At the end of this step; the first validation is no part of a warm-up.
         risen = max((step + 1) / self.phase.steps, self.watch.share_of_time() - self.watch.share_before)
         warm = min(1.0, risen / self.phase.warm_up) if self.phase.warm_up else 1.0
-        return warm * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+        return warm * self._decay(min(done, 1.0))
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Validate with our measure instead of a loss over an evaluation dataset."""

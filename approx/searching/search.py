@@ -354,6 +354,7 @@ def _train(model: Any, judge: Judge, seed: int, advance: Callable[[int], None]) 
             seconds=math.inf,
             evaluate_every=_STEPS // 4,
             warm_up=0.06,
+            schedule="cosine",
             weight_decay=0.0,
             patience=None,
             penalty=0.0,

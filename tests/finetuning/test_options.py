@@ -48,10 +48,10 @@ def test_the_time_is_read_from_its_text():
     ],
 )
 def test_the_base_is_trained_by_the_modes_that_need_no_conversion(recover, of_the_base):
-    stage = HealStage(recover=recover, steps=7, budget="loss<=1", variants=["a"])
+    stage = HealStage(recover=recover, steps=7, budget="loss<=1", keep_exact=2, variants=["a"])
     assert stage.of_the_base.recover == of_the_base
-    assert (stage.of_the_base.steps, stage.of_the_base.budget) == (7, None)
-    assert stage.training == FinetuneStage(recover=recover, steps=7, budget="loss<=1")
+    assert (stage.of_the_base.steps, stage.of_the_base.budget, stage.of_the_base.keep_exact) == (7, None, None)
+    assert stage.training == FinetuneStage(recover=recover, steps=7, budget="loss<=1", keep_exact=2)
 
 
 def test_defaults_are_as_documented():
@@ -59,6 +59,7 @@ def test_defaults_are_as_documented():
         "split": "train",
         "settings": {},
         "accumulate": 1,
+        "schedule": "cosine",
         "train": "all",
         "transfer": {},
         "projections": False,

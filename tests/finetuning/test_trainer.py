@@ -22,6 +22,7 @@ from approx.finetuning.trainer import (
     _hashes,
     _Trainer,
     disk_errors,
+    dropout,
     last_complete,
     signals,
     train,
@@ -30,6 +31,7 @@ from approx.mechanisms import MECHANISMS
 from forms import SMALL
 from tiny_classifier import tiny_tokenizer
 from tiny_training import model_of, options_of, trained, write_sst2
+from zoo import tiny
 
 
 def test_after_bfloat16_training_the_forward_pass_is_that_of_the_weights_again(sst2, tmp_path):
@@ -134,6 +136,61 @@ def trainer(tmp_path_factory):
         return _Trainer(model, phase, prepared.data, prepared.measure, folder / "work", lambda *words: None)
 
     return make
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [
+        ("cosine", [1.0, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2, 0.0]),
+        ("linear", [1.0, 0.75, 0.5, 0.25, 0.0]),
+        ("constant", [1.0] * 5),
+        ("warmup_stable_decay", [1.0, 1.0, 1.0, 1.0, 0.0]),
+    ],
+)
+def test_the_rate_falls_as_the_schedule_says_by_steps_or_by_time(schedule, rates, trainer, monkeypatch):
+    made = trainer(warm_up=0.0, schedule=schedule)
+    assert [made._rate(step) for step in (0, 25, 50, 75, 100)] == pytest.approx(rates, abs=1e-9)
+    monkeypatch.setattr(made.watch, "share_of_time", lambda: 0.9)
+    assert made._rate(0) == pytest.approx(
+        {"cosine": (1 - math.cos(math.pi / 10)) / 2, "linear": 0.1, "constant": 1.0}.get(schedule, 0.5)
+    )
+
+
+def test_a_mode_has_a_schedule_of_its_own(sst2):
+    stage = options_of(sst2, recover=["transfer", "distill"], schedule="linear", distill={"schedule": "constant"})
+    made = prepare_training(model_of(), tiny_tokenizer(), stage)
+    assert [phase.schedule for phase in made.phases] == ["linear", "constant"]
+
+
+@pytest.mark.parametrize(("share", "differ"), [(0.0, False), (0.3, True), (None, True)])
+def test_dropout_while_training_is_what_was_asked_for(share, differ, sst2, tmp_path):
+    model, seen = model_of(), set()
+    inner = model.bert.encoder.layer[0]
+    before = {name: module.p for name, module in model.named_modules() if isinstance(module, torch.nn.Dropout)}
+
+    def look(module: Any, args: Any, output: Any) -> None:
+        if module.training:
+            seen.update(each.p for each in model.modules() if isinstance(each, torch.nn.Dropout))
+
+    hook = inner.register_forward_hook(look)
+    trained(model, tmp_path / "work", options_of(sst2, steps=2, dropout=share))
+    hook.remove()
+    assert seen == ({0.1} if share is None else {share})
+    assert before == {name: module.p for name, module in model.named_modules() if isinstance(module, torch.nn.Dropout)}
+    inputs = {"input_ids": torch.arange(4, 12)[None]}
+    with dropout(model.train(), share), torch.no_grad():
+        assert differ is not torch.equal(model(**inputs).logits, model(**inputs).logits)
+
+
+def test_dropout_that_is_a_number_of_a_module_is_set_too_and_that_of_adapters_is_not():
+    model = tiny("LlamaForCausalLM", attention_dropout=0.25)
+    adapter = torch.nn.ModuleDict({"lora_dropout": torch.nn.Dropout(0.5)})
+    model.model.layers[0].self_attn.q_proj.lora_dropout = adapter
+    attention = model.model.layers[1].self_attn
+    with dropout(model, 0.4):
+        assert attention.attention_dropout == 0.4
+        assert adapter["lora_dropout"].p == 0.5
+    assert attention.attention_dropout == 0.25
 
 
 def test_mechanisms_have_a_separate_rate_and_only_matrices_of_the_base_decay(trainer):

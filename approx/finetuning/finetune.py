@@ -59,6 +59,7 @@ from approx.finetuning.trainer import (
 )
 from approx.paths import refuse_leaving
 from approx.tasks.metrics import METRICS
+from approx.tasks.text import Text
 from approx.validation import first_mistake
 from approx.version import __version__
 from approx_kernels.dispatch import findings
@@ -142,7 +143,8 @@ class Preparation:
         share = f"{100 * self.approximated:.0f} %"
         note = f"The mechanisms approximate on {share} of the training inputs; the others teach them nothing."
         if self.approximates_from is None:
-            return [f"{note} Train on longer inputs."]
+            remedy = "Join texts with --pack." if isinstance(self.data.task, Text) else "Train on longer inputs."
+            return [f"{note} {remedy}"]
         return [f"{note} --min-length {self.approximates_from} leaves those out."]
 
 

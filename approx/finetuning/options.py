@@ -96,12 +96,14 @@ class FinetuneStage(Model):
         task: A task, e.g. glue/sst2. `approx tasks` lists them.
         data: The task's files in their official layout, a table (.csv, .tsv, .jsonl, .json, .parquet), or
             hub:OWNER/NAME. Default: the hub, or the task's generator.
-        text: A file of plain text, in place of a task.
+        text: A file of plain text, or a table with a text or the messages of a conversation in each row, in place of a
+            task.
         split: Split to train on.
         settings: Settings of the task; `approx tasks NAME` lists them.
         limit: Use only this many examples, the first ones.
         length: Tokens of an input at most. Default: the positions of the model.
         min_length: Tokens of an input at least; short inputs may be exact and teach nothing.
+        pack: Join short texts, with the tokenizer's end token after each, into inputs of the length.
         batch_size: Inputs of a step, over all processes.
         accumulate: Forward passes of a step.
         steps: Steps of each mode.
@@ -148,6 +150,7 @@ class FinetuneStage(Model):
     limit: Count | None = None
     length: Annotated[int | None, Field(ge=8)] = None
     min_length: Count | None = None
+    pack: bool = False
     batch_size: Count | None = None
     accumulate: Count = 1
     steps: Count | None = None

@@ -918,7 +918,7 @@ def read_data(options: FinetuneStage, model: Any, processor: Any, *, labelled: b
         raise ApproxError(f"Training needs examples: give either a task (--task) or text files (--text); {found}.")
     limit = _limit(model, options.length)
     if options.text is not None:
-        task, split = _texts(options.text, language, limit or 512)
+        task, split = _texts(options.text, language, limit or _USUAL_TOKENS)
     else:
         task = _task_of(options)
         if task.head.is_of(type(model)):
@@ -932,6 +932,8 @@ def read_data(options: FinetuneStage, model: Any, processor: Any, *, labelled: b
             "it on a task for its kind of input.",
             Exit.UNSUPPORTED,
         )
+    if options.pack:
+        split = _packed(task, split, processor, limit or _USUAL_TOKENS)
     if options.min_length is not None:
         split = _long_enough(task, split, processor, limit, options.min_length)
     trained, held_out = _held_out(task, split, options.validation, options.seed)
@@ -987,6 +989,51 @@ def _texts(files: Sequence[str], language: str, length: int) -> tuple[Task, Spli
     )
     splits = [task.load(Path(file)) for file in files]
     return task, replace(splits[0], examples=[example for split in splits for example in split.examples])
+
+
+# Of a model whose positions have no limit.
+_USUAL_TOKENS = 512
+
+
+def _packed(task: Task, split: Split, processor: Any, length: int) -> Split:
+    """Examples of short texts in their order, joined up to a length in tokens; each text ends with the end token."""
+    if not isinstance(task, Text):
+        raise ApproxError(
+            f"--pack joins texts for language modelling, and {task.name} has examples of its own. Leave it out."
+        )
+    end = processor.eos_token or processor.sep_token
+    if end is None:
+        raise ApproxError(
+            "--pack puts the tokenizer's end token between texts, and this one has none. Leave it out, or use a tokenizer "
+            "with an eos_token or sep_token."
+        )
+    room = length - (processor.bos_token_id is not None if task.name == "lm" else processor.num_special_tokens_to_add())
+    packs: list[Example] = []
+    texts: list[str] = []
+    free, name = 0, ""
+
+    def close() -> None:
+        if whole := "".join(texts):
+            packs.append(Example(name, {"text": whole, "start": 0, "end": len(whole)}, len(whole.encode())))
+            texts.clear()
+
+    for example in split.examples:
+        text, begin, stop = task.written(example, processor)
+        # A long text may be several examples.
+        piece = text[begin:stop] + (end if stop == len(text) else "")
+        tokens = len(processor(piece, add_special_tokens=False, verbose=False)["input_ids"])
+        if tokens > free:
+            close()
+            free, name = room, example.id
+        if tokens > room:
+            # It fills inputs by itself.
+            packs.append(replace(example, group=None))
+            free = 0
+        else:
+            texts.append(piece)
+            free -= tokens
+    close()
+    return replace(split, examples=packs)
 
 
 def _refuse_reported(task: Task, options: FinetuneStage) -> None:

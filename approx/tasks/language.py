@@ -61,9 +61,13 @@ class LanguageModelling(Text):
         # The first token of a window is context only.
         stride = min(max(window // 2, 1), window - 1) if self._stride is None else self._stride
         whole_setting(self.name, "stride", stride, 1, window - 1)
-        tokens, starts = tokenised(processor, example.inputs["text"])
-        first, last = np.searchsorted(starts, [example.inputs["start"], example.inputs["end"]])
+        text, start, end = self.written(example, processor)
+        tokens, starts = tokenised(processor, text)
+        first, last = np.searchsorted(starts, [start, end])
         begun = [] if processor.bos_token_id is None else [processor.bos_token_id]
+        if tokens[:1].tolist() == begun:
+            # Chat templates write it themselves.
+            begun = []
         # Without a beginning-of-text token, the first token cannot be predicted.
         first = max(int(first), 1 - len(begun))
         windows = []

@@ -53,9 +53,10 @@ class MaskedLanguageModelling(Text):
             raise ApproxError(f"{self.name} needs a tokenizer with a mask token; this one has none.")
         window = window_within(self.name, self._window, max_length, max_length or 512)
         room = window - processor.num_special_tokens_to_add()
-        tokens, starts = tokenised(processor, example.inputs["text"])
-        first, last = np.searchsorted(starts, [example.inputs["start"], example.inputs["end"]])
-        framed = processor(example.inputs["text"][: self._stretch], return_special_tokens_mask=True, verbose=False)
+        text, start, end = self.written(example, processor)
+        tokens, starts = tokenised(processor, text)
+        first, last = np.searchsorted(starts, [start, end])
+        framed = processor(text[: self._stretch], return_special_tokens_mask=True, verbose=False)
         special = framed["special_tokens_mask"]
         head, tail = (
             framed["input_ids"][: special.index(0)],

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from approx.errors import ApproxError, Exit
+from approx.errors import ApproxError, Exit, shown
 from approx.tasks.hub import read_rows
 from approx.tasks.padding import padded
 from approx.tasks.settings import switch_setting, whole_setting
@@ -29,13 +29,15 @@ class Text(Task):
     """A text, cut between words into stretches of about `stretch` characters; each stretch is an example.
 
     A row of a table is a text of its own: no stretch and no context reaches into another row, unless `join` says that
-    the rows are the lines of one text.
+    the rows are the lines of one text. A row without a text may hold the messages of a conversation, each with its role
+    and content, which the tokenizer's chat template writes out; it is one example.
     """
 
     metrics: tuple[str, ...]
     groups: ClassVar[Groups] = Groups("document", "stretches of one text; the interval is about texts like this one")
     dataset = _HUB_DATASET
     fields = ("text",)
+    optional_fields = ("messages",)
     windowed: ClassVar[bool] = True
 
     def __init__(self, stretch: int = 2000, join: bool = False) -> None:
@@ -97,10 +99,58 @@ class Text(Task):
             yield from self._stretches(self._beginning(ended, limit), name)
             return
         for number, row in enumerate(rows):
+            if (conversation := self._conversation(row, f"{name}-{number}")) is not None:
+                yield conversation
+                continue
             cells = self._cells(row)
             row_id = str(cells.get("id", f"{name}-{number}"))
             for stretch in self._stretches(text_of(cells["text"], row.place), row_id):
                 yield replace(stretch, group=str(cells.get("group", row_id)))
+
+    def _conversation(self, row: Row, row_id: str) -> Example | None:
+        """A row's messages as an example; None if it has a text, or no messages."""
+        messages = row.cells.get(self.columns.get("messages", "messages"))
+        if messages is None or row.cells.get(self.columns.get("text", "text")) is not None:
+            return None
+        texts = [
+            one.get("content") if isinstance(one, dict) and isinstance(one.get("role"), str) else None
+            for one in (messages if isinstance(messages, list) else [])
+        ]
+        if not texts or not all(isinstance(text, str) for text in texts):
+            raise ApproxError(
+                f"{row.place}: messages are a list of objects, each with a role and a content in words, found "
+                f"{shown(messages)[:200]}. Fix or remove it.",
+                Exit.UNAVAILABLE,
+            )
+        row_id = str(row.cells.get(self.columns.get("id", ""), row_id))
+        group = row.cells.get(self.columns.get("group", "group"))
+        size = sum(len(str(text).encode()) for text in texts)
+        return Example(f"{row_id}-0", {"messages": messages}, size, row_id if group in (None, "") else str(group))
+
+    def written(self, example: Example, processor: Any) -> tuple[str, int, int]:
+        """A text that holds an example, and where the example begins and ends in it.
+
+        Raises:
+            ApproxError: if it is a conversation, and the tokenizer has no chat template or it does not take it.
+        """
+        if "messages" not in example.inputs:
+            return example.inputs["text"], example.inputs["start"], example.inputs["end"]
+        if getattr(processor, "chat_template", None) is None:
+            raise ApproxError(
+                f"{example.id} is a conversation, but this tokenizer has no chat template, which writes one out. Take the "
+                "tokenizer of a chat model, or give the conversations as texts.",
+                Exit.UNSUPPORTED,
+            )
+        try:
+            text = processor.apply_chat_template(example.inputs["messages"], tokenize=False)
+        # Templates raise what they like.
+        except Exception as error:
+            raise ApproxError(
+                f"The tokenizer's chat template does not take the conversation {example.id}: "
+                f"{' '.join(str(error).split())[:200]}. Fix or remove it.",
+                Exit.UNAVAILABLE,
+            ) from error
+        return text, 0, len(text)
 
     def _beginning(self, rows: Iterator[dict[str, Any]], limit: int | None) -> str:
         """The beginning of a text in rows, long enough for more stretches than the limit."""

@@ -23,7 +23,9 @@ from approx.finetuning.trainer import (
 )
 from approx.tasks.example import Example, Split
 from tiny_classifier import tiny_model, tiny_tokenizer
+from tiny_decoder import tiny_gpt2
 from tiny_study import LABELS, SENTENCES
+from zoo import tiny
 
 SENTENCE_ROWS = [f"{SENTENCES[row % len(SENTENCES)]}\t{row % 2}" for row in range(40)]
 
@@ -424,3 +426,77 @@ def test_a_task_for_another_kind_of_input_is_refused_without_labels_too(tmp_path
     with pytest.raises(ApproxError, match=r"makes input_ids, but a Wav2Vec2ForCTC takes input_values") as caught:
         data_of(FinetuneStage(task="needle", settings={"length": 64}), tiny("Wav2Vec2ForCTC"), labelled=False)
     assert caught.value.exit_code == Exit.UNSUPPORTED
+
+
+SHORT = [
+    "the film is good",
+    "bad",
+    "very dull",
+    "the film is not very good",
+    "fine long film",
+    "dull",
+    "is it good",
+    "bad film",
+] * 3
+
+
+@pytest.mark.parametrize(("language", "begin"), [("clm", None), ("clm", "[CLS]"), ("mlm", None)])
+def test_short_texts_are_joined_up_to_the_length(language, begin, tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.bos_token, tokenizer.mask_token = begin, "[UNK]"
+    long = " ".join(["is"] * 60)
+    rows = [*SHORT[:6], long, *SHORT[6:]]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    model = tiny_gpt2() if language == "clm" else tiny("BertForMaskedLM", vocab_size=14)
+    made, loose = (
+        read_data(
+            FinetuneStage(text=[str(tmp_path / "texts.jsonl")], length=16, pack=pack),
+            model,
+            tokenizer,
+            labelled=True,
+            language=language,
+        )
+        for pack in (True, False)
+    )
+    # No text is lost, cut or moved.
+    every = [*made.split.examples, *made.held_out.examples]
+    pieces = [one.inputs["text"][one.inputs["start"] : one.inputs["end"]] for one in every]
+    assert " ".join(pieces).replace("[SEP]", " ").split() == " ".join(rows).split()
+    assert pieces[0].startswith("[SEP]".join(SHORT[:3]))
+    # What is longer than an input is read as before.
+    assert [one.inputs["text"] for one in every].count(long) == [
+        one.inputs["text"] for one in loose.split.examples
+    ].count(long)
+    lengths = [made.tokens(row) for row in range(len(made.rows))]
+    assert len(lengths) < 0.7 * len(loose.rows)
+    assert max(lengths) <= 16
+    of_packs = [
+        n for n, (row, _) in zip(lengths, made.rows, strict=True) if made.split.examples[row].inputs["text"] != long
+    ]
+    assert sorted(of_packs)[1] >= 10
+    if language == "clm":
+        ids, labels = (made.batch([0], 0)[name][0].tolist() for name in ("input_ids", "labels"))
+        assert tokenizer.decode(ids).count("[SEP]") >= 2
+        assert labels == [-100, *ids[1:]]
+        assert (tokenizer.decode(ids[:1]) == "[CLS]") is (begin is not None)
+
+
+def test_conversations_are_joined_as_their_template_writes_them(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for one in messages %}{{ one.content }} {% endfor %}"
+    row = json.dumps({"messages": [{"role": "user", "content": "good"}, {"role": "assistant", "content": "very bad"}]})
+    (tmp_path / "chat.jsonl").write_text(f"{row}\n" * 12)
+    options = FinetuneStage(text=[str(tmp_path / "chat.jsonl")], length=8, pack=True)
+    made = read_data(options, tiny_gpt2(), tokenizer, labelled=True, language="clm")
+    assert made.split.examples[0].inputs["text"] == "good very bad [SEP]" * 2
+
+
+def test_only_texts_are_joined_and_only_with_a_token_between_them(sst2, tmp_path):
+    with pytest.raises(ApproxError, match="joins texts for language modelling, and glue/sst2 has examples of its own"):
+        data_of(FinetuneStage(task="glue/sst2", data=sst2, pack=True))
+    (tmp_path / "t.jsonl").write_text('{"text": "good film"}\n' * 3)
+    tokenizer = tiny_tokenizer()
+    tokenizer.sep_token = None
+    options = FinetuneStage(text=[str(tmp_path / "t.jsonl")], length=8, pack=True)
+    with pytest.raises(ApproxError, match="end token between texts, and this one has none"):
+        read_data(options, tiny_gpt2(), tokenizer, labelled=True, language="clm")

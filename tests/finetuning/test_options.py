@@ -58,6 +58,7 @@ def test_defaults_are_as_documented():
     assert FinetuneStage().model_dump(exclude_none=True) == {
         "split": "train",
         "settings": {},
+        "pack": False,
         "accumulate": 1,
         "schedule": "cosine",
         "train": "all",

@@ -2,6 +2,7 @@
 
 import gzip
 import hashlib
+import json
 import math
 
 import numpy as np
@@ -217,3 +218,77 @@ def test_stretches_of_a_long_text_share_its_hash(tmp_path):
     assert first.brief["text"] == last.brief["text"] == hashlib.sha256(b"word " * 5000).hexdigest()
     assert (first.brief["start"], last.brief["start"]) == (first.inputs["start"], last.inputs["start"])
     assert Example("short", {"text": "a sentence"}, 0).brief == {"text": "a sentence"}
+
+
+CHAT = [
+    {"role": "system", "content": "the film is"},
+    {"role": "user", "content": "not very good"},
+    {"role": "assistant", "content": "bad"},
+]
+TEMPLATE = "{% for one in messages %}{{ one.role|replace('system','[CLS]')|replace('user','the')|replace('assistant','is') }} {{ one.content }} [SEP]{% endfor %}"
+
+
+def chats(folder, *rows):
+    (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder / "chat.jsonl"
+
+
+@pytest.mark.parametrize("column", ["messages", "talk"])
+def test_a_conversation_is_read_as_the_chat_template_writes_it(column, tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    file = chats(
+        tmp_path, {column: CHAT}, {column: CHAT[1:], "text": "a text"} if column == "messages" else {column: CHAT}
+    )
+    task = open_task("lm", columns={} if column == "messages" else {"messages": column})
+    examples = task.load(file).examples
+    assert len({example.group for example in examples}) == 2
+    (window,) = task.encode(examples[0], tokenizer)
+    words = "[CLS] the film is [SEP] the not very good [SEP] is bad [SEP]"
+    assert tokenizer.convert_ids_to_tokens(window["input_ids"]) == words.split()
+    # The first token has nothing before it.
+    assert window["scored"] == len(words.split()) - 1
+    assert examples[0].label == sum(len(one["content"]) for one in CHAT)
+    # A text comes before messages.
+    assert ("text" in examples[1].inputs) is (column == "messages")
+    tokenizer.mask_token = "[UNK]"
+    (hidden,) = open_task("mlm", hidden=0.5).encode(examples[0], tokenizer)
+    assert len(hidden["input_ids"]) == len(words.split()) + 2
+    scores = evaluate({"exact": Subject("exact", causal(), tokenizer)}, task, data=file).base.scores
+    assert scores["perplexity"] > 1
+
+
+def test_a_template_that_writes_the_beginning_of_a_text_is_not_given_another(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template, tokenizer.bos_token = TEMPLATE, "[CLS]"
+    task = open_task("lm")
+    first, second = task.load(chats(tmp_path, {"messages": CHAT}, {"messages": CHAT[1:]})).examples
+    starts = [
+        tokenizer.convert_ids_to_tokens(task.encode(one, tokenizer)[0]["input_ids"])[:2] for one in (first, second)
+    ]
+    assert starts == [["[CLS]", "the"], ["[CLS]", "the"]]
+    assert [task.encode(one, tokenizer)[0]["scored"] for one in (first, second)] == [12, 8]
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "message"),
+    [
+        ({"messages": []}, TEMPLATE, "messages are a list of objects, each with a role and a content in words"),
+        ({"messages": [{"role": "user"}]}, TEMPLATE, "messages are a list of objects"),
+        ({"messages": [{"from": "human", "value": "good"}]}, TEMPLATE, "messages are a list of objects"),
+        ({"messages": "good"}, TEMPLATE, "messages are a list of objects"),
+        ({"film": "good"}, TEMPLATE, "no column text"),
+        ({"messages": CHAT}, None, "has no chat template"),
+        (
+            {"messages": CHAT},
+            "{{ raise_exception('Roles must alternate') }}",
+            "does not take the conversation .*Roles must",
+        ),
+    ],
+)
+def test_damaged_conversations_and_missing_templates_are_named(row, template, message, tmp_path):
+    tokenizer, task = tiny_tokenizer(), open_task("lm")
+    tokenizer.chat_template = template
+    with pytest.raises(ApproxError, match=message) as caught:
+        task.encode(task.load(chats(tmp_path, row)).examples[0], tokenizer)
+    assert caught.value.exit_code == (Exit.UNAVAILABLE if template else Exit.UNSUPPORTED)

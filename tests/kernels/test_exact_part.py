@@ -280,9 +280,32 @@ def test_decoding_gives_what_the_whole_gives_from_a_state_of_constant_size(sinks
         torch.testing.assert_close(torch.cat(out, 2) * real, whole * real, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kernel", ["softmax", "relu"])
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize("window", [0, 5])
 @needs_compiler
-def test_trained_rows_and_other_dtypes_run_in_pytorch():
-    q = torch.randn(1, 2, 20, 8)
+def test_gradients_of_random_rows_are_those_of_the_reference_in_float64(kernel, causal, window):
+    tensors = torch.randn(2, 4, 40, 8), torch.randn(2, 2, 40, 8), torch.randn(2, 2, 40, 6)
+    mask, chosen = torch.rand(2, 40) < 0.8, torch.rand(2, 40) < 0.1
+    rows = draw_projection(8, features=16, orthogonal=True, seed=1).repeat(4, 1, 1)
+    learned = rows, torch.randn(4, 16) * 0.2, torch.rand(4), torch.randn(4)
+    exactly, weights = Exactly(causal, window, chosen, SCALE), torch.randn(2, 4, 40, 6) * mask[:, None, :, None]
+
+    def slopes(dtype, impl):
+        inputs = q, k, v, rows, offsets, share, weight = [x.to(dtype).requires_grad_() for x in (*tensors, *learned)]
+        offsets = offsets if kernel == "softmax" else None
+        far = PerformerFar(rows, offsets, share, kernel, SCALE, weight, q.square().sum(-1) * SCALE / -2)
+        mapped = q, k.repeat_interleave(2, 1)
+        out = performer_and_exact(q, k, v, mask, mapped=mapped, exactly=exactly, far=far, impl=impl)
+        return torch.autograd.grad((out * weights.to(dtype)).sum(), inputs, materialize_grads=True)
+
+    for found, right in zip(slopes(torch.float32, "cpu"), slopes(torch.float64, "reference"), strict=True):
+        torch.testing.assert_close(found.double(), right, rtol=1e-3, atol=1e-4 * right.abs().max().item() + 1e-12)
+
+
+@needs_compiler
+def test_rows_of_long_inputs_and_other_dtypes_run_in_pytorch():
+    q = torch.randn(1, 2, 1030, 8)
     rows = draw_projection(8, features=16, orthogonal=True, seed=1).requires_grad_()
     far = PerformerFar(rows, None, None, "softmax", SCALE, torch.zeros(2), q.square().sum(-1) / -2)
     exactly = Exactly(False, 3, None, SCALE)

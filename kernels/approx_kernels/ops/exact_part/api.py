@@ -9,10 +9,12 @@ from torch import Tensor
 from approx_kernels.dispatch.implementation import choose
 from approx_kernels.ops.exact_part.cpu import (
     far_obstacle,
+    has_gradients,
     linear_in_one_pass,
     near_lists,
     performer_in_one_pass,
 )
+from approx_kernels.ops.exact_part.pairs import LONGEST, performer_of_pairs
 from approx_kernels.ops.exact_part.reference import (
     LEAST_NORM,
     Exactly,
@@ -167,18 +169,21 @@ def performer_and_exact(
 
     Args: as for `linear_and_exact`, except:
         mapped: Queries and keys in the basis of the features, [B, H, L, D] and [B, H, S, D].
-        far: Rows, weights and shares of the features; without a gradient of the rows in C.
+        far: Rows, weights and shares of the features; long inputs have no gradient of the rows in C.
 
     Returns, raises: as for `linear_and_exact`.
     """
     check_shapes(q, k, v, key_mask)
     _check(q, k, exactly, dropout)
     check_shapes(*mapped, v.repeat_interleave(q.shape[1] // k.shape[1], 1), key_mask)
-    no_cpu = lists_obstacle(q) or performer_obstacle(q, far.projection, far.offsets)
+    learned = far.projection, far.offsets, far.share, far.weight, far.logs
+    of_pairs = max(q.shape[2], k.shape[2]) <= LONGEST and has_gradients(far.projection, far.offsets)
+    no_cpu = lists_obstacle(q) or (None if of_pairs else performer_obstacle(q, far.projection, far.offsets))
     run = choose("performer_and_exact", impl, {"cpu": no_cpu, "reference": None})
     if run == "reference":
         return plain_performer(q, k, v, key_mask, mapped=mapped, exactly=exactly, far=far, dropout=dropout)
-    learned = far.projection, far.offsets, far.share, far.weight, far.logs
+    if of_pairs:
+        return performer_of_pairs(q, k, v, key_mask, mapped, exactly, far, dropout)
     if exactly.causal or far_obstacle(q, k, v, *mapped, *learned):
         # A causal query must not depend on later keys, not even by rounding.
         return attend_performer(q, k, v, key_mask, mapped, exactly, far, near_lists, _features, dropout)

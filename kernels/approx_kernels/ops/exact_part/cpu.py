@@ -99,10 +99,14 @@ def _lists(
 
 def far_obstacle(*tensors: Tensor | None) -> str | None:
     """Why estimates for far keys cannot be joined in C, with the remedy; None if they can."""
-    real = [x for x in tensors if x is not None]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in real):
+    if has_gradients(*tensors):
         return "it has no gradient. Ask for 'auto', which takes what has one."
-    return c_obstacle("linear/far.c", real[0])
+    return c_obstacle("linear/far.c", *(x for x in tensors[:1] if x is not None))
+
+
+def has_gradients(*tensors: Tensor | None) -> bool:
+    """Whether any of the tensors needs a gradient."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def linear_in_one_pass(

@@ -38,7 +38,7 @@ from transformers.pytorch_utils import Conv1D
 from approx.checkpoints import families
 from approx.checkpoints.history import trainings
 from approx.conversion import surgery
-from approx.conversion.calibration import all_open, evaluating, exactly
+from approx.conversion.calibration import all_open, evaluating, exactly, mechanisms
 from approx.errors import ApproxError, Exit
 from approx.finetuning.divergence import divergence_of_labels
 from approx.finetuning.options import Distillation, FinetuneStage, Lora
@@ -302,6 +302,12 @@ class Transfer:
 
     def __init__(self, model: Any, *, joint: bool, match: str, projections: Sequence[str] = ()) -> None:
         self._joint, self._match = joint or bool(projections), match
+        if match == "weights" and not all(each.averages for each in mechanisms(model)):
+            raise ApproxError(
+                "'--match weights' compares attention weights, but a layer with `update: delta` has none that are positive and sum "
+                "to 1. Leave the option out, which compares outputs.",
+                Exit.UNSUPPORTED,
+            )
         parameters = dict(model.named_parameters())
         self._first = {name: parameters[name].detach().clone() for name in projections}
 

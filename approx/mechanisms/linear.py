@@ -1,11 +1,12 @@
 """Linear attention: a feature map in place of the softmax."""
 
+import math
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from approx.errors import ApproxError
+from approx.errors import ApproxError, Exit
 from approx.mechanisms.exact_part import ExactPart, best_factor, fitted_gate
 from approx.mechanisms.mechanism import one_of, positive_number, true_or_false, whole_number
 from approx_kernels.ops.exact.api import exact_attention
@@ -14,8 +15,9 @@ from approx_kernels.ops.exact_part.api import (
     linear_and_exact,
     linear_and_exact_decode,
     linear_parts,
+    near_and_mass,
 )
-from approx_kernels.ops.linear.api import FEATURE_MAPS, linear_attention, linear_decode
+from approx_kernels.ops.linear.api import FEATURE_MAPS, FORGETFUL, linear_attention, linear_decode
 from approx_kernels.ops.performer.api import draw_projection
 from approx_kernels.tokens import blank_padding, check_shapes
 
@@ -23,6 +25,8 @@ from approx_kernels.tokens import blank_padding, check_shapes
 _FIRST_MIX = -2.1972246
 # Learned features of a head, unless it has more than half as many numbers.
 _LEAST_FEATURES = 128
+# Half-lives of a state in keys, and shares of a value that a key's own replaces, that a fit tries.
+_STARTS = tuple((half_life, rate) for half_life in (512, 64) for rate in (0.5, 0.1))
 
 
 class LinearAttention(ExactPart):
@@ -33,10 +37,16 @@ class LinearAttention(ExactPart):
     where they help and otherwise with no weight. Without an exact part a pretrained model is nearly broken until it is
     fine-tuned.
 
+    With `update: delta` a state takes the place of the sums: each key that leaves the window first fades it, then replaces what
+    the state holds for that key, so that it is rewritten rather than summed up. Decays and rates are learned from the keys, the
+    only inputs of a layer that reach a mechanism. What a query reads is no weighted mean, so it joins the exact keys as one more
+    value, with the fitted gate and how much the state has written as its weight.
+
     Source: Katharopoulos, Vyas, Pappas, Fleuret, 2020, Transformers are RNNs, arXiv 2006.16236; `t2r` is that of
     Kasai et al., 2021, arXiv 2103.13076, `hedgehog` that of Zhang et al., 2024, arXiv 2402.04347, the window that of
-    Zhang et al., 2024, LoLCATs, arXiv 2410.10254. Departs from them in starting `t2r` at the identity, and in the gate, the
-    first tokens and the chosen ones.
+    Zhang et al., 2024, LoLCATs, arXiv 2410.10254; `gated` is that of Lan et al., 2025, Liger, arXiv 2503.01496, `delta` that of
+    Yang, Kautz, Hatamizadeh, 2024, Gated Delta Networks, arXiv 2412.06464. Departs from them in starting `t2r` at the identity, in
+    the gate, the first tokens and the chosen ones, and for `delta` in having no convolutions.
 
     Args:
         heads: Number of heads, H.
@@ -45,7 +55,9 @@ class LinearAttention(ExactPart):
         scale: Factor of the scores of near keys; of inputs only with `scale_inputs`.
         feature_map: `elu`, which is elu(x) + 1; `relu`; `softmax`, over the head dimension; or one with learned
             matrices, one for queries and one for keys of each head, initialised to the identity: `t2r`, relu(x W + b),
-            and `hedgehog`, softmax(x W) concatenated with softmax(-x W).
+            and `hedgehog`, softmax(x W) concatenated with softmax(-x W). With `causal` also `gated`, as `softmax`, whose sums
+            fade at each key by sigmoid(k)^(1/16), without a parameter. None for `hedgehog`; `unit`, which only `update: delta`
+            has, is silu(x W) divided by its length.
         eps: Added to the normaliser, above 0; without a gate and with a window, the normaliser's lower bound.
         scale_inputs: Whether q and k are multiplied by the root of `scale` first; the papers do not.
         window: Nearest keys that a softmax weighs: with `causal` the last ones with a query's own, otherwise this many on
@@ -56,6 +68,7 @@ class LinearAttention(ExactPart):
         features: Features of `hedgehog`, an even number of at least 2 D; 0 for 2 D, None for 128 or 2 D, whichever is more.
         gate: Whether queries and keys have learned gates. Without, a window has one learned factor for each head, as in
             LoLCATs, and there are no other exact keys.
+        update: `sum` of features times values, or, with `causal`, `delta`, the gated delta rule.
 
     Raises:
         ApproxError: if a setting is wrong.
@@ -71,6 +84,7 @@ class LinearAttention(ExactPart):
         "separator": None,
         "features": 0,
         "gate": False,
+        "update": "sum",
     }
     published: ClassVar[dict[str, Any]] = {"feature_map": "elu", "window": 0, "features": 0, "gate": False}
     examples: ClassVar[dict[str, dict[str, Any]]] = {
@@ -79,6 +93,8 @@ class LinearAttention(ExactPart):
         "t2r": {"feature_map": "t2r", "eps": 1e-12, "gate": False},
         "hedgehog window": {"feature_map": "hedgehog", "window": 4, "features": 0, "gate": False},
         "gated": {"window": 4, "sinks": 2},
+        "fading": {"feature_map": "gated", "window": 4, "sinks": 2},
+        "delta": {"update": "delta", "window": 4, "sinks": 2},
     }
     # Feature maps are learned, so a search tries them only if it trains.
     candidates: ClassVar[tuple[dict[str, Any], ...]] = (
@@ -95,6 +111,8 @@ class LinearAttention(ExactPart):
     mix: nn.Parameter | None
     query_gate: nn.Parameter | None
     key_gate: nn.Parameter | None
+    decay: nn.Parameter | None
+    rate: nn.Parameter | None
 
     def __init__(
         self,
@@ -103,7 +121,7 @@ class LinearAttention(ExactPart):
         *,
         causal: bool,
         scale: float,
-        feature_map: str = "hedgehog",
+        feature_map: str | None = None,
         eps: float = 1e-6,
         scale_inputs: bool = False,
         window: int | None = None,
@@ -112,6 +130,7 @@ class LinearAttention(ExactPart):
         separator: int | None = None,
         features: int | None = None,
         gate: bool = True,
+        update: str = "sum",
     ) -> None:
         self_gate = true_or_false("gate", gate)
         if not self_gate:
@@ -124,7 +143,12 @@ class LinearAttention(ExactPart):
                 "Settings 'sinks' and 'global_tokens' choose exact keys, which need a gate; 'gate' is false. Leave one of "
                 "them out."
             )
-        self.feature_map = one_of("feature_map", feature_map, FEATURE_MAPS)
+        self.update = one_of("update", update, ("sum", "delta"))
+        maps = ("unit",) if update == "delta" else (*FEATURE_MAPS, "gated")
+        self.feature_map = maps[0] if update == "delta" else "hedgehog"
+        if feature_map is not None:
+            self.feature_map = one_of("feature_map", feature_map, maps)
+        self._refuse_forgetful()
         self.eps = positive_number("eps", eps)
         self.scale_inputs = true_or_false("scale_inputs", scale_inputs)
         self.features = self._checked_features(features)
@@ -133,6 +157,31 @@ class LinearAttention(ExactPart):
         gates = [(heads, head_dim + 1), (heads, head_dim)] if gate else []
         made = [nn.Parameter(torch.zeros(shape, device="cpu")) for shape in gates]
         self.query_gate, self.key_gate = (made[0], made[1]) if made else (None, None)
+        self.decay = self.rate = None
+        if update == "delta":
+            self.key_gate = None
+            self.decay, self.rate = (nn.Parameter(torch.zeros(heads, head_dim + 1, device="cpu")) for _ in range(2))
+            self._start(*_STARTS[0])
+
+    def _refuse_forgetful(self) -> None:
+        """Refuse what forgets from key to key where there is no order of keys, or no gate."""
+        if self.feature_map not in FORGETFUL or (self.causal and self.gate):
+            return
+        setting = "'update' is 'delta'" if self.update == "delta" else f"'feature_map' is '{self.feature_map}'"
+        if self.causal:
+            raise ApproxError(f"Setting {setting}, which needs a gate; 'gate' is false. Leave one of them out.")
+        raise ApproxError(
+            f"Setting {setting}, which reads keys in their order, but this layer is bidirectional. Leave it out, or choose it for "
+            "the causal layers of a decoder.",
+            Exit.UNSUPPORTED,
+        )
+
+    @torch.no_grad()
+    def _start(self, half_life: float, rate: float) -> None:
+        """Decays and rates of the delta rule that are the same for all keys."""
+        first = {"decay": math.log(2 ** (1 / half_life) - 1), "rate": math.log(rate / (1 - rate))}
+        for name, value in first.items():
+            getattr(self, name).zero_()[:, -1] = value
 
     def _checked_features(self, features: int | None) -> int:
         """The features of a head; only `hedgehog` has more or fewer than its size."""
@@ -158,7 +207,7 @@ class LinearAttention(ExactPart):
 
     def _first_map(self) -> nn.Parameter | None:
         """The identity for each head, beside it random rotations; the bias of `t2r` is the last row."""
-        if self.feature_map not in ("t2r", "hedgehog"):
+        if self.feature_map not in ("t2r", "hedgehog", "unit"):
             return None
         rows = self.head_dim + (self.feature_map == "t2r")
         first = torch.eye(rows, self.head_dim, device="cpu")
@@ -177,6 +226,11 @@ class LinearAttention(ExactPart):
             f"linear with feature_map '{self.feature_map}' and no exact keys replaces the softmax the checkpoint was "
             "trained with: the model is nearly broken until it is fine-tuned. A window keeps the nearest keys exact."
         )
+
+    @property
+    def averages(self) -> bool:
+        """Whether outputs are means of values, which those of the delta rule are not."""
+        return self.update == "sum"
 
     @property
     def takes_calibration(self) -> bool:
@@ -202,25 +256,34 @@ class LinearAttention(ExactPart):
         exactly = self.exactly(k, key_mask, tokens)
         real = None if key_mask is None or q.shape[2] != k.shape[2] else key_mask
         exact = exact_attention(q, k, v, key_mask, causal=self.causal, scale=self.scale).float()
-        best, error = torch.zeros_like(self.query_gate), torch.full_like(self.query_gate[:, 0], torch.inf)
-        self.query_gate.zero_()
-        near, far, mass = linear_parts(q, k, v, key_mask, exactly=exactly, far=self._far())
-        if not far:
-            return
-        estimates = torch.stack([part.log for part in far]).logsumexp(0)
-        weight = mass / (mass + near.log.exp())
-        weight = weight if real is None else weight * real[:, None]
-        wanted = mass.clamp(min=1e-12).log() - estimates
-        weight = weight.masked_fill(estimates < -100, 0.0)
-        scaled = q.float() * (self.scale**0.5 if self.scale_inputs else 1.0)
-        for gate in (torch.zeros_like(best), fitted_gate(scaled, wanted, weight).to(best)):
-            logs = (scaled * gate[:, None, :-1]).sum(-1) + gate[:, None, -1]
-            shifted = [part._replace(log=part.log + logs) for part in far]
-            factor, left = best_factor(exact, near, shifted, real)
-            gate = torch.cat([gate[:, :-1], (gate[:, -1] + factor)[:, None]], 1)
-            closer = left < error
-            best, error = torch.where(closer[:, None], gate, best), torch.where(closer, left, error)
-        self.query_gate.copy_(best)
+        near, mass = near_and_mass(q, k, v, key_mask, exactly)
+        scaled = q.float() * self._input_scale()
+        names = [name for name in ("query_gate", "decay", "rate") if getattr(self, name) is not None]
+        best: dict[str, Tensor] = {}
+        error = torch.full_like(self.query_gate[:, 0], torch.inf)
+        for start in _STARTS if self.update == "delta" else [None]:
+            if start is not None:
+                self._start(*start)
+            self.query_gate.zero_()
+            far = linear_parts(q, k, v, key_mask, exactly=exactly, far=self._far())
+            if not far:
+                return
+            estimates = torch.stack([part.log for part in far]).logsumexp(0)
+            weight = mass / (mass + near.log.exp())
+            weight = weight if real is None else weight * real[:, None]
+            wanted = mass.clamp(min=1e-12).log() - estimates
+            weight = weight.masked_fill(estimates < -100, 0.0)
+            for gate in (torch.zeros_like(self.query_gate), fitted_gate(scaled, wanted, weight).to(error)):
+                logs = (scaled * gate[:, None, :-1]).sum(-1) + gate[:, None, -1]
+                shifted = [part._replace(log=part.log + logs) for part in far]
+                factor, left = best_factor(exact, near, shifted, real)
+                self.query_gate.copy_(torch.cat([gate[:, :-1], (gate[:, -1] + factor)[:, None]], 1))
+                closer = (left < error)[:, None]
+                tried = {name: getattr(self, name).data.clone() for name in names}
+                best = {name: torch.where(closer, x, best[name]) if best else x for name, x in tried.items()}
+                error = torch.where(closer[:, 0], left, error)
+        for name, x in best.items():
+            getattr(self, name).data.copy_(x)
 
     def forward(
         self,
@@ -254,9 +317,9 @@ class LinearAttention(ExactPart):
         return linear_and_exact_decode(q, k, v, key_mask, state, **exact, far=self._far())
 
     def _far(self) -> LinearFar:
-        assert self.query_gate is not None, "a gate has both"
-        assert self.key_gate is not None, "a gate has both"
-        return LinearFar(self.feature_map, self._maps(), self.query_gate, self.key_gate, self._input_scale())
+        assert self.query_gate is not None, "only a gate weighs far keys"
+        ways = self._maps(), self.query_gate, self.key_gate, self._input_scale(), self.decay, self.rate
+        return LinearFar(self.feature_map, *ways)
 
     def _maps(self) -> tuple[Tensor, Tensor] | None:
         return None if self.query_map is None or self.key_map is None else (self.query_map, self.key_map)
@@ -282,9 +345,13 @@ class LinearAttention(ExactPart):
         learned = 4 * length * self.head_dim * map_columns if self.query_map is not None else 0
         # With a gate and a window, keys on either side have a causal pass each.
         passes = 2 if self.gate and self.window and not self.causal else 1
-        sums = passes * 4 * length * features * self.head_dim
+        # The delta rule reads a state to write to it.
+        products = 3 if self.update == "delta" else 2
+        sums = passes * 2 * products * length * features * self.head_dim
         if self.gate:
             chunks = passes * min(length, 64) if self.causal or self.window else 0
+            # Pairs of keys and a triangular system besides those of queries and keys.
+            chunks = 2 * chunks if self.update == "delta" else chunks
             pairs = 2 * length * (2 * self.head_dim * self.near_pairs(length) + chunks * (self.head_dim + features))
         elif self.window:
             pairs = 2 * length * self._stretch(length) * (2 * self.head_dim + features)
@@ -300,6 +367,8 @@ class LinearAttention(ExactPart):
         if self.gate:
             # Features turned around and moved behind masked keys, and the outputs of the parts.
             pairs = length * (2 * features * bool(self.window) + 6 * self.head_dim)
+            # Products of queries and keys, of keys and keys, and decays, in chunks; the system and its solution.
+            pairs += length * (3 * min(length, 64) + 4 * self.head_dim) * (self.update == "delta")
         return 4 * self.heads * (features * (2 * length + states * self.head_dim) + pairs)
 
     def _features(self) -> int:

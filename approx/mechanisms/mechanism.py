@@ -215,6 +215,11 @@ class Mechanism(nn.Module):
         """Whether `forward` and `weights` need the token ids of the keys, [B, S], as the keyword `tokens`."""
         return False
 
+    @property
+    def averages(self) -> bool:
+        """Whether outputs are means of values; otherwise weights may be negative, and their sums differ from 1."""
+        return True
+
     def weights(self, q: Tensor, k: Tensor, key_mask: Tensor | None = None, **tokens: Tensor) -> Tensor:
         """Dense attention weights, [B, H, L, S], for plots: the outputs for identity values."""
         batch, heads, keys, _ = k.shape

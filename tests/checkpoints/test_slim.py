@@ -25,7 +25,7 @@ from approx.seam.model import ApproxModel
 from approx_kernels.dispatch.implementation import implementation
 from approx_kernels.ops.clustering.api import cluster_queries
 from converted import auto_class, code, run
-from forms import KINDS, SELF_ONLY, SMALL
+from forms import KINDS, SELF_ONLY, SMALL, has_form
 from test_house import modules
 from zoo import difference, tiny
 
@@ -45,7 +45,7 @@ def write(folder, architecture, *mechanisms):
 def everything(architecture):
     """A model with every mechanism in every form its layers allow, one per layer."""
     causal = architecture.startswith(("GPT2", "Llama"))
-    able = [name for name, kind in KINDS.items() if (kind.supports_causal if causal else kind.supports_bidirectional)]
+    able = [name for name in KINDS if has_form(name, causal)]
     # These cannot decode with a cache, but the decoders here generate.
     able = [name for name in able if not (causal and name in SELF_ONLY)]
     layers = "n_layer" if architecture.startswith("GPT2") else "num_hidden_layers"

@@ -13,7 +13,7 @@ from approx.errors import ApproxError, Exit
 from approx.mechanisms import MECHANISMS
 from approx.planning.plan import Plan
 from approx.planning.positions import example_inputs
-from forms import SMALL
+from forms import KINDS, SMALL, has_form
 from zoo import tiny
 
 # Two blocks of queries and more.
@@ -22,8 +22,8 @@ FAST = ("BertForSequenceClassification", "local")
 CASES = [
     pytest.param(family, name, marks=[pytest.mark.slow] * ((family, name) != FAST))
     for family in POSITIONS
-    for name, kind in MECHANISMS.items()
-    if kind.compiles == "whole" and (kind.supports_causal if family[0] == "G" else kind.supports_bidirectional)
+    for name in (*MECHANISMS, "linear fading", "linear delta")
+    if KINDS[name].compiles == "whole" and has_form(name, causal=family[0] == "G")
 ]
 
 
@@ -35,7 +35,9 @@ def converted(tmp_path_factory):
     def converted(family, name):
         if not (folder / family / name).exists():
             tiny(family, **{POSITIONS[family]: 300}).save_pretrained(folder / family / "base")
-            convert.convert(folder / family / "base", folder / family / name, Plan.of(name, **SMALL.get(name, {})))
+            convert.convert(
+                folder / family / "base", folder / family / name, Plan.of(name.split()[0], **SMALL.get(name, {}))
+            )
         return folder / family / name
 
     return converted
@@ -59,7 +61,7 @@ def test_a_program_takes_any_batch_and_length(family, name, converted, tmp_path)
         module.exact_below = 2**40
     with torch.no_grad():
         exact = model(**inputs)[0]
-    assert torch.allclose(exact[real], expected[real], atol=1e-6) == MECHANISMS[name].always_exact
+    assert torch.allclose(exact[real], expected[real], atol=1e-6) == KINDS[name].always_exact
 
 
 @pytest.mark.slow

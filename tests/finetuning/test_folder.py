@@ -16,14 +16,17 @@ from approx.checkpoints import checkpoint
 from approx.checkpoints.atomic_folder import CLAIM
 from approx.checkpoints.history import history, read_receipt, trainings
 from approx.conversion.convert import convert, revert
+from approx.conversion.verify import verify
 from approx.errors import ApproxError, Exit
 from approx.finetuning.finetune import Healing, _remember, finetune_folder, rehearse
 from approx.finetuning.options import FinetuneStage
 from approx.finetuning.trainer import Interrupted
-from approx.planning.plan import Plan
+from approx.planning.plan import Plan, Rule
 from forms import HEDGEHOG
-from tiny_classifier import tiny_tokenizer
+from tiny_classifier import WORDS, tiny_tokenizer
+from tiny_decoder import save
 from tiny_study import tiny_checkpoint
+from zoo import tiny
 
 ROWS = [f"{word} the film is\t{label}" for word, label in [("good", 1), ("bad", 0), ("fine", 1), ("dull", 0)] * 20]
 
@@ -418,3 +421,34 @@ def test_a_loaded_model_is_trained_in_place_without_any_folder(study):
     assert done.recover == ["transfer", "distill"]
     with pytest.raises(ApproxError, match="tokenizer or processor"):
         approx.finetune(model, **options)
+
+
+@pytest.mark.slow
+def test_a_decoder_that_forgets_is_converted_beside_exact_layers_healed_and_reverted(tmp_path):
+    torch.manual_seed(0)
+    base = tiny("LlamaForCausalLM", vocab_size=len(WORDS), num_hidden_layers=3, initializer_range=0.3)
+    save(base, tmp_path / "base")
+    text = tmp_path / "texts.txt"
+    text.write_text("\n".join("the film is good and the book is bad " * 4 for _ in range(40)), encoding="utf-8")
+    exact_keys = {"window": 3, "sinks": 1}
+    rules = (
+        Rule("linear", "1", {"update": "delta", **exact_keys}),
+        Rule("linear", "2", {"feature_map": "gated", **exact_keys}),
+    )
+    convert(tmp_path / "base", tmp_path / "converted", Plan(rules))
+    options = FinetuneStage(
+        text=[str(text)], length=32, recover=["transfer", "distill"], steps=4, batch_size=4, evaluate_every=2
+    )
+    done = finetune_folder(tmp_path / "converted", tmp_path / "healed", options)
+    assert [phase.mode for phase in done.phases] == ["transfer", "distill"]
+    assert {check.name for check in done.checks if check.passed} >= {
+        "trained weights are bit-equal",
+        "reload without approx is bit-equal",
+    }
+    before, after = (checkpoint.load(tmp_path / name).model.state_dict() for name in ("converted", "healed"))
+    learned = {name.rpartition(".")[-1] for name in after if not torch.equal(before[name], after[name])}
+    assert {"decay", "rate", "query_gate", "query_map", "key_map", "key_gate"} <= learned
+    assert False not in {check.passed for check in verify(tmp_path / "healed").checks}
+    revert(tmp_path / "converted", tmp_path / "reverted")
+    again = checkpoint.load(tmp_path / "reverted").model.state_dict()
+    assert all(torch.equal(again[name], x) for name, x in base.state_dict().items())

@@ -27,6 +27,7 @@ from c_sources import needs_compiler
 from closeness import assert_close
 
 SCALE = 0.4
+CAUSAL = Exactly(True, 3, None, SCALE)
 
 
 def near_pairs(length, keys, mask, window, chosen, causal):
@@ -112,17 +113,116 @@ def linear_far(feature_map, heads, size, features, dtype):
     return LinearFar(feature_map, maps, *gates, 1.0)
 
 
+def forgetful(feature_map, heads, size, dtype):
+    """Estimates that forget, with decays and rates that differ from key to key."""
+    query_gate, decay, rate = (torch.randn(3, heads, size + 1, dtype=dtype) * 0.3).unbind()
+    if feature_map == "gated":
+        return LinearFar(feature_map, None, query_gate, torch.randn(heads, size, dtype=dtype) * 0.3, 1.0)
+    maps = torch.randn(2, heads, size, size, dtype=dtype)
+    return LinearFar(feature_map, (maps[0], maps[1]), query_gate, None, 0.8, decay - 1.0, rate)
+
+
+def token_by_token(q, k, v, mask, exactly, far):
+    """Causal outputs by a softmax over near keys and a state that each far key changes in its turn."""
+    heads, length = q.shape[1], q.shape[2]
+    k, v = (x.repeat_interleave(heads // k.shape[1], 1) for x in (k, v))
+    keys = k.shape[2]
+    near, seen = near_pairs(length, keys, mask, exactly.window, exactly.chosen, True)
+    scores = (q @ k.mT * exactly.scale).masked_fill(~(near & seen), -1e30)
+    exact = (scores - scores.amax(-1, keepdim=True)).exp().masked_fill(~(near & seen), 0.0)
+    x, y = q * far.input_scale, k * far.input_scale
+    gates = ((x * far.query_gate[:, None, :-1]).sum(-1) + far.query_gate[:, None, -1]).exp()
+    unit = far.feature_map == "unit"
+    if unit:
+        x, y = (torch.nn.functional.silu(each @ weight) for each, weight in zip((x, y), far.maps, strict=True))
+        of_queries, of_keys = (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt() for each in (x, y))
+        y = k * far.input_scale
+        decays = 1 / (1 + ((y * far.decay[:, None, :-1]).sum(-1) + far.decay[:, None, -1]).exp())
+        rates = ((y * far.rate[:, None, :-1]).sum(-1) + far.rate[:, None, -1]).sigmoid()
+    else:
+        of_queries, of_keys = x.softmax(-1), y.softmax(-1) * (y * far.key_gate[:, None]).sum(-1, keepdim=True).exp()
+        decays = y.sigmoid() ** (1 / 16)
+    # A key that is always near, or padding, leaves the state alone.
+    counts = torch.ones(q.shape[0], keys, dtype=torch.bool) if mask is None else mask
+    counts = counts if exactly.chosen is None else counts & ~exactly.chosen
+    state = q.new_zeros(q.shape[0], heads, of_keys.shape[-1], v.shape[-1])
+    weight = q.new_zeros(q.shape[0], heads, 1 if unit else of_keys.shape[-1])
+    states = [(state, weight)]
+    for key in range(keys):
+        one, value, decay = (x[:, :, key] for x in (of_keys, v, decays.unsqueeze(-1) if unit else decays))
+        if unit:
+            rate = rates[:, :, key, None]
+            after = decay[..., None] * state
+            change = rate * (value - (one[..., None, :] @ after)[..., 0, :])
+            after, written = after + one[..., None] * change[..., None, :], decay * weight + rate
+        else:
+            after, written = decay[..., None] * state + one[..., None] * value[..., None, :], decay * weight + one
+        now = counts[:, key, None, None]
+        state, weight = torch.where(now[..., None], after, state), torch.where(now, written, weight)
+        states.append((state, weight))
+    rows = []
+    for row in range(length):
+        place = row + keys - length
+        state, weight = states[min(max(place + 1 - exactly.window, 0), keys)]
+        query = of_queries[:, :, row]
+        count = gates[:, :, row] * (weight[..., 0] if unit else (query * weight).sum(-1))
+        factor = count if unit else gates[:, :, row]
+        sums = (exact[:, :, row, None] @ v)[:, :, 0] + factor[..., None] * (query[:, :, None] @ state)[:, :, 0]
+        total = exact[:, :, row].sum(-1) + count
+        rows.append(sums / total.masked_fill(total == 0, 1.0)[..., None])
+    return torch.stack(rows, 2)
+
+
+@pytest.mark.parametrize("feature_map", ["unit", "gated"])
+@given(
+    length=st.integers(1, 40) | st.sampled_from((65, 90)),
+    more=st.sampled_from((0, 0, -7, 5, 40)),
+    groups=st.integers(1, 2),
+    shared=st.integers(1, 2),
+    size=st.sampled_from((1, 3, 8)),
+    window=st.sampled_from((0, 1, 7, 200)),
+    sinks=st.sampled_from((0, 3)),
+    masked=st.booleans(),
+)
+@settings(max_examples=12, deadline=None)
+@needs_compiler
+def test_what_forgets_equals_a_loop_over_tokens_with_its_gradients(
+    feature_map, length, more, groups, shared, size, window, sinks, masked
+):
+    keys, heads = max(length + more, 1), groups * shared
+    tensors = [torch.randn(2, *shape) for shape in ((heads, length, size), (groups, keys, size), (groups, keys, 5))]
+    mask = torch.rand(2, keys) < 0.7 if masked else None
+    drawn = forgetful(feature_map, heads, size, torch.float64)
+    exactly = Exactly(True, window, first_keys(tensors[1], mask, sinks), SCALE)
+    real = torch.ones(1, 1, 1, 1) if mask is None or length != keys else mask[:, None, :, None]
+    grad, results = torch.randn(2, heads, length, 5), []
+    for run, dtype in (("loop", torch.float64), ("reference", torch.float64), ("cpu", torch.float32)):
+        q, k, v = inputs = [x.to(dtype).requires_grad_() for x in tensors]
+        far = cast(drawn, dtype)
+        learned = [x.requires_grad_() for x in (*(far.maps or ()), *far) if torch.is_tensor(x)]
+        if run == "loop":
+            out = token_by_token(q, k, v, mask, exactly, far)
+        else:
+            out = linear_and_exact(q, k, v, mask, exactly=exactly, far=far, impl=run)
+        out = out * real
+        gradients = torch.autograd.grad((out * grad).sum(), [*inputs, *learned], materialize_grads=True)
+        results.append((out, *gradients))
+    for loop, plain, fast in zip(*results, strict=True):
+        torch.testing.assert_close(plain, loop)
+        torch.testing.assert_close(fast.double(), loop, rtol=1e-3, atol=1e-4 * max(1.0, loop.abs().max().item()))
+
+
 def cast(far, dtype):
     """The same estimate in another dtype."""
     values = [
-        tuple(x.to(dtype) for x in value)
+        tuple(x.detach().to(dtype, copy=True) for x in value)
         if isinstance(value, tuple)
         else value.to(dtype)
         if torch.is_tensor(value)
         else value
         for value in far
     ]
-    return type(far)(*values)
+    return type(far)(*(x.detach().clone() if torch.is_tensor(x) else x for x in values))
 
 
 CASES = [
@@ -248,7 +348,10 @@ def test_decoding_gives_what_the_whole_gives_from_a_state_of_constant_size(sinks
     mask = torch.ones(2, 120, dtype=torch.bool)
     mask[0, :30] = False
     rows = draw_projection(8, features=16, orthogonal=True, seed=1)
-    linear = linear_far("hedgehog", 4, 8, 24, torch.float32)
+    linears = {
+        "linear": linear_far("hedgehog", 4, 8, 24, torch.float32),
+        **{name: forgetful(name, 4, 8, torch.float32) for name in ("unit", "gated")},
+    }
     share = torch.rand(4)
     exactly = Exactly(True, window, first_keys(k, mask, sinks), SCALE)
 
@@ -259,7 +362,7 @@ def test_decoding_gives_what_the_whole_gives_from_a_state_of_constant_size(sinks
         return PerformerFar(rows, None, share, "softmax", SCALE, torch.zeros(4), q.square().sum(-1) * SCALE / -2)
 
     wholes = {
-        "linear": linear_and_exact(q, k, v, mask, exactly=exactly, far=linear),
+        **{name: linear_and_exact(q, k, v, mask, exactly=exactly, far=far) for name, far in linears.items()},
         "performer": performer_and_exact(q, k, v, mask, mapped=mapped(q, k), exactly=exactly, far=performer(q)),
     }
     kept = {"sinks": sinks, "window": window, "scale": SCALE}
@@ -268,8 +371,8 @@ def test_decoding_gives_what_the_whole_gives_from_a_state_of_constant_size(sinks
         for begin, end in zip((0, *cuts), (*cuts, 120), strict=True):
             new = slice(begin, end)
             piece = q[:, :, new], k[:, :, new], v[:, :, new], mask[:, new], state
-            if name == "linear":
-                some, state = linear_and_exact_decode(*piece, **kept, far=linear)
+            if name in linears:
+                some, state = linear_and_exact_decode(*piece, **kept, far=linears[name])
             else:
                 some, state = performer_and_exact_decode(*piece, **kept, mapped=mapped, far=performer(q[:, :, new]))
             out.append(some)
@@ -332,6 +435,15 @@ def test_rows_of_long_inputs_and_other_dtypes_run_in_pytorch():
         ({"exactly": Exactly(False, -1, None, SCALE)}, "window is -1"),
         ({"far": linear_far("elu", 2, 8, 0, torch.float32)._replace(feature_map="hedgehog")}, "maps is None"),
         ({"far": linear_far("elu", 2, 7, 0, torch.float32)}, "query_gate"),
+        ({"far": forgetful("gated", 2, 8, torch.float32)}, "is causal; exactly.causal is False"),
+        (
+            {"exactly": CAUSAL, "far": forgetful("unit", 2, 8, torch.float32)._replace(rate=None)},
+            "rate is None for feature_map 'unit'",
+        ),
+        (
+            {"exactly": CAUSAL, "far": forgetful("unit", 2, 8, torch.float32)._replace(decay=torch.zeros(2, 8))},
+            r"decay has shape \[2, 8\]; expected \[2, 9\]",
+        ),
     ],
 )
 def test_rejects_arguments_that_do_not_fit(change, message):

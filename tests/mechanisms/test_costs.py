@@ -61,6 +61,7 @@ KEYS = [
     ("linear", True, {"feature_map": "hedgehog"}, 16 + 8 + 64 * 3 / 2),
     ("linear", False, {"window": 10}, 8 + (128 + 20) * 3 / 2),
     ("linear", True, {"window": 10}, 8 + (128 + 10) * 3 / 2),
+    ("linear", True, {"update": "delta", "feature_map": None, "gate": True, "sinks": 0}, 8 + 8 * 3 / 2 + 2 * 64),
     ("performer", False, {"features": 16, "kernel": "relu"}, 16 + 16),
     ("performer", True, {"features": 16, "kernel": "relu"}, 16 + 16 + 64 * 2),
     ("performer", False, {"features": 16}, 16 + 8 + 16),

@@ -1,5 +1,7 @@
 """Exact keys of cheap mechanisms: which they are, and a start that is no worse than these keys alone."""
 
+import math
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from approx_kernels.ops.exact.api import exact_attention
 
 KINDS = (LinearAttention, PerformerAttention)
 SEPARATOR = 9
+FORGETFUL = ({"update": "delta"}, {"feature_map": "gated"})
 over_kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 over_forms = pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 
@@ -59,6 +62,32 @@ def test_calibration_leaves_no_head_worse_than_its_exact_keys_alone(kind, causal
     before = made(kind, causal=causal, **settings)
     assert (error(fitted, q, k, v, mask) <= error(alone, q, k, v, mask) * 1.0001).all()
     assert error(fitted, q, k, v, mask).sum() < error(before, q, k, v, mask).sum()
+
+
+@pytest.mark.parametrize("settings", FORGETFUL, ids=str)
+@torch.no_grad()
+def test_what_forgets_starts_no_worse_than_its_exact_keys_alone(settings):
+    q, k, v, mask = peaked()
+    fitted = made(LinearAttention, causal=True, window=8, **settings)
+    fitted.calibrate(q, k, v, mask)
+    alone = without_estimates(made(LinearAttention, causal=True, window=8, **settings))
+    assert (error(fitted, q, k, v, mask) <= error(alone, q, k, v, mask) * 1.0001).all()
+    assert error(fitted, q, k, v, mask).sum() < error(alone, q, k, v, mask).sum() * 0.99
+
+
+@torch.no_grad()
+def test_the_delta_rule_starts_each_head_where_it_helps():
+    # The first two heads find what they look for again after 100 keys, the others after 9.
+    q, k, v = torch.randn(3, 1, 4, 400, 16).unbind()
+    k = 3 * torch.nn.functional.normalize(k, dim=-1)
+    for head, lag in enumerate((100, 100, 9, 9)):
+        q[:, head, lag:] = 4 * k[:, head, :-lag]
+    mechanism = made(LinearAttention, causal=True, window=4, sinks=0, update="delta")
+    mechanism.calibrate(q, k, v)
+    assert mechanism.decay is not None
+    half_lives = -math.log(2) / -torch.nn.functional.softplus(mechanism.decay[:, -1])
+    assert (half_lives[:2] > half_lives[2:]).all()
+    assert mechanism.decay[:, :-1].eq(0).all()
 
 
 @over_kinds
@@ -151,6 +180,16 @@ def test_rejects_wrong_settings(kind, settings, message):
         ({"features": 64, "feature_map": "elu"}, "Leave it out, or choose 'hedgehog'"),
         ({"gate": False, "sinks": 2}, "need a gate"),
         ({"gate": False, "global_tokens": "question"}, "need a gate"),
+        (
+            {"feature_map": "gated"},
+            "'feature_map' is 'gated', which reads keys in their order, but this layer is bidirectional",
+        ),
+        ({"update": "delta"}, "'update' is 'delta', which reads keys in their order, but this layer is bidirectional"),
+        ({"update": "delta", "causal": True, "gate": False}, "'update' is 'delta', which needs a gate"),
+        ({"feature_map": "gated", "causal": True, "gate": False}, "'feature_map' is 'gated', which needs a gate"),
+        ({"update": "delta", "causal": True, "feature_map": "elu"}, "'feature_map' is 'elu'; allowed is one of unit"),
+        ({"feature_map": "unit", "causal": True}, "'feature_map' is 'unit'; allowed is one of elu"),
+        ({"update": "delta", "causal": True, "features": 32}, "has one for each of the 16 numbers"),
     ],
 )
 def test_linear_rejects_settings_that_exclude_each_other(settings, message):

@@ -86,8 +86,8 @@ def test_a_state_of_shared_keys_equals_the_whole_sequence(name, groups, masked, 
             outputs.append(out)
         whole = mechanism(q, *repeated(k, v), mask if masked else None)
     torch.testing.assert_close(torch.cat(outputs, 2).transpose(1, 2)[mask], whole.transpose(1, 2)[mask], **CLOSE)
-    # Each query head has its own features of the keys; everything else is stored once per key head.
-    learned = getattr(mechanism, "key_map", None) is not None
+    # Each query head has its own features or gates of the keys; everything else is stored once per key head.
+    learned = any(getattr(mechanism, name, None) is not None for name in ("key_map", "key_gate"))
     heads = {part: x.shape[1] for part, x in state.items() if part in ("k", "v", "sums", "top", "values")}
     assert heads == {part: HEADS if part in ("sums", "top", "values") and learned else groups for part in heads}
 

@@ -34,7 +34,7 @@ DEFAULTS = {
         "chunk": 256,
     },
     "linear": {
-        "feature_map": "hedgehog",
+        "feature_map": None,
         "eps": 1e-6,
         "scale_inputs": False,
         "window": None,
@@ -43,6 +43,7 @@ DEFAULTS = {
         "separator": None,
         "features": None,
         "gate": True,
+        "update": "sum",
     },
     "performer": {
         "features": 64,
@@ -92,6 +93,7 @@ WRONG = [
     ("linear", "eps", float("nan")),
     ("linear", "eps", "1e-6"),
     ("linear", "scale_inputs", None),
+    ("linear", "update", "rule"),
     ("performer", "features", 0),
     ("performer", "features", 256.0),
     ("performer", "orthogonal", "yes"),

@@ -27,6 +27,7 @@ from approx_kernels.ops.exact_part.reference import (
     first_keys,
     linear_parts,
     logs_of,
+    near_and_mass,
     performer_and_exact_decode,
     performer_parts,
 )
@@ -35,7 +36,7 @@ from approx_kernels.ops.exact_part.reference import linear_and_exact_decode as p
 from approx_kernels.ops.exact_part.reference import performer_and_exact as plain_performer
 from approx_kernels.ops.key_lists.cpu import obstacle as lists_obstacle
 from approx_kernels.ops.linear.cpu import features_obstacle, linear_batch
-from approx_kernels.ops.linear.reference import FEATURE_MAPS
+from approx_kernels.ops.linear.reference import FEATURE_MAPS, FORGETFUL
 from approx_kernels.ops.performer.cpu import obstacle as performer_obstacle
 from approx_kernels.ops.performer.cpu import random_features
 from approx_kernels.ops.performer.reference import EPS, mixed
@@ -58,6 +59,7 @@ __all__ = [
     "linear_and_exact",
     "linear_and_exact_decode",
     "linear_parts",
+    "near_and_mass",
     "performer_and_exact",
     "performer_and_exact_decode",
     "performer_parts",
@@ -82,9 +84,12 @@ def linear_and_exact(
 
     With m_i the largest score of a near key, near keys weigh exp(scale q_i.k_j - m_i) and the others
     exp(q_i.a + c) f(q_i).f(k_j) exp(k_j.b), a gate that learns how much of a query's attention is far and which keys
-    matter; in O(n (window + chosen + F) E).
+    matter; in O(n (window + chosen + F) E). Causal sums may forget, see `LinearFar`: those of `gated` fade, those of `unit` follow
+    the gated delta rule, whose read o_i counts as one more key with the value o_i and the weight exp(q_i.a + c) w_i.
 
     Source: the window is that of Zhang et al., 2024, LoLCATs, arXiv 2410.10254; departs from it in the chosen keys and the gates.
+    The gated delta rule is that of Yang et al., 2024, arXiv 2412.06464; `gated` that of Lan et al., 2025, Liger, arXiv
+    2503.01496; both depart from them in leaving near keys to the softmax.
 
     Args:
         q: Queries, [B, H, L, D], float.
@@ -106,8 +111,8 @@ def linear_and_exact(
     """
     check_shapes(q, k, v, key_mask)
     _check(q, k, exactly, dropout)
-    _check_linear(q, far)
-    run = choose("linear_and_exact", impl, {"cpu": lists_obstacle(q) or features_obstacle(q), "reference": None})
+    _check_linear(q, far, exactly.causal)
+    run = choose("linear_and_exact", impl, {"cpu": _no_cpu(q, far), "reference": None})
     if run == "reference":
         return plain_linear(q, k, v, key_mask, exactly=exactly, far=far, dropout=dropout)
     return _linear_in_c(q, k, v, far)(q, k, v, key_mask, exactly, far, dropout=dropout)[0]
@@ -144,10 +149,9 @@ def linear_and_exact_decode(
     check_shapes(q, k, v, key_mask)
     _check(q, k, Exactly(True, window, None, scale))
     check_least("sinks", sinks, 0)
-    _check_linear(q, far)
+    _check_linear(q, far, causal=True)
     step = "a state is continued in PyTorch. Ask for 'auto'." if state is not None or q.shape[2] == 1 else None
-    no_cpu = step or lists_obstacle(q) or features_obstacle(q)
-    run = choose("linear_and_exact_decode", impl, {"cpu": no_cpu, "reference": None})
+    run = choose("linear_and_exact_decode", impl, {"cpu": step or _no_cpu(q, far), "reference": None})
     if run == "reference":
         return plain_linear_decode(q, k, v, key_mask, state, sinks=sinks, window=window, scale=scale, far=far)
     return continue_linear(q, k, v, key_mask, state, sinks, window, scale, far, _linear_in_c(q, k, v, far))
@@ -190,9 +194,9 @@ def performer_and_exact(
     return performer_in_one_pass(q, k, v, key_mask, mapped, exactly, far, dropout)
 
 
-def _linear_in_c(q: Tensor, k: Tensor, v: Tensor, far: LinearFar) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """`attend_linear` in one pass, or, where it needs gradients, from parts that have them."""
-    if far_obstacle(q, k, v, *(far.maps or ()), far.query_gate, far.key_gate):
+def _linear_in_c(q: Tensor, k: Tensor, v: Tensor, far: LinearFar) -> Callable[..., tuple[Tensor, State]]:
+    """`attend_linear` in one pass, or, where it forgets or needs gradients, from parts."""
+    if far.feature_map in FORGETFUL or far_obstacle(q, k, v, *(far.maps or ()), far.query_gate, far.key_gate):
         return partial(attend_linear, near_op=near_lists, sums_op=_sums)
     return linear_in_one_pass
 
@@ -212,6 +216,10 @@ def _features(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
     return Part(out, logs_of(norm - EPS, bases))
 
 
+def _no_cpu(q: Tensor, far: LinearFar) -> str | None:
+    return lists_obstacle(q) or (None if far.feature_map in FORGETFUL else features_obstacle(q))
+
+
 def _check(q: Tensor, k: Tensor, exactly: Exactly, dropout: float = 0.0) -> None:
     check_form(exactly.scale, dropout, causal=exactly.causal)
     check_least("window", exactly.window, 0)
@@ -224,13 +232,26 @@ def _check(q: Tensor, k: Tensor, exactly: Exactly, dropout: float = 0.0) -> None
             )
 
 
-def _check_linear(q: Tensor, far: LinearFar) -> None:
+def _check_linear(q: Tensor, far: LinearFar, causal: bool) -> None:
     heads, size = q.shape[1], q.shape[3]
-    check_word("feature_map", far.feature_map, FEATURE_MAPS)
+    check_word("feature_map", far.feature_map, (*FEATURE_MAPS, *FORGETFUL))
+    if far.feature_map in FORGETFUL and not causal:
+        raise ValueError(
+            f"feature_map {far.feature_map!r} forgets from key to key and is causal; exactly.causal is False."
+        )
     check_number("input_scale", far.input_scale)
     check_part("query_gate", far.query_gate, q, heads, size + 1)
-    check_part("key_gate", far.key_gate, q, heads, size)
-    if (far.maps is None) is (far.feature_map in ("t2r", "hedgehog")):
+    delta = far.feature_map == "unit"
+    for name, each, numbers in (
+        ("decay", far.decay, size + 1),
+        ("rate", far.rate, size + 1),
+        ("key_gate", far.key_gate, size),
+    ):
+        if (each is None) is (delta is (name != "key_gate")):
+            raise ValueError(f"{name} is {'None' if each is None else 'a tensor'} for feature_map {far.feature_map!r}.")
+        if each is not None:
+            check_part(name, each, q, heads, numbers)
+    if (far.maps is None) is (far.feature_map in ("t2r", "hedgehog", "unit")):
         raise ValueError(
             f"maps is {'None' if far.maps is None else 'two tensors'} for feature_map {far.feature_map!r}."
         )

@@ -118,7 +118,8 @@ def linear_in_one_pass(
     far: LinearFar,
     dropout: float = 0.0,
     state: State | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    keep: bool = False,
+) -> tuple[Tensor, State]:
     """`attend_linear` without gradients and without a state."""
     assert state is None, "checked by the op"
     q, k, v = blank_padding(q, k, v, key_mask)
@@ -128,15 +129,16 @@ def linear_in_one_pass(
         mask = far_mask(key_mask, exactly.chosen)
         near_logs, how = logs_of(near.total), (exactly.window, exactly.causal, far.input_scale)
         if far.feature_map == "hedgehog" and far.maps is not None:
+            assert far.key_gate is not None, "only the delta rule has none"
             maps = [x.float().contiguous() for x in (*far.maps, far.query_gate, far.key_gate)]
             out = join_far(q, k.to(q.dtype), v.to(q.dtype), mask, near.out, near_logs, None, maps, None, *how)
         else:
             inputs = far.queries(q), far.keys(per_query_head(q, k)), v.float()
             out = join_far(*inputs, mask, near.out, near_logs, far.gates(q).contiguous(), [], None, *how).to(q.dtype)
-        if not exactly.causal:
-            return out, None
+        if not keep:
+            return out, {}
         keys, values = far.keys(per_query_head(q, k)), per_query_head(q, v).float()
-        return out, left_sums(keys, values, mask, exactly.window)
+        return out, {"sums": left_sums(keys, values, mask, exactly.window)}
 
 
 def performer_in_one_pass(

@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from approx_kernels.ops.linear.reference import continue_sums, drop_keys, features, scaled
+from approx_kernels.ops.linear.reference import (
+    FORGETFUL,
+    continue_delta,
+    continue_fading,
+    continue_sums,
+    drop_keys,
+    features,
+    scaled,
+)
 from approx_kernels.ops.performer.reference import SUMS as UNIFORM
 from approx_kernels.ops.performer.reference import mixed, performer_heads, value_sums
 from approx_kernels.runtime.pytorch import without_autocast
@@ -270,19 +278,26 @@ class Exactly(NamedTuple):
 class LinearFar(NamedTuple):
     """Estimates by feature maps with gates: `exp(q.a + c) f(q).f(k) exp(k.b)`, relative to the largest near score.
 
+    The sums of `gated` fade: each feature by the factor sigmoid(k)^(1/16) at each key. Those of `unit` follow the gated delta
+    rule, whose read `f(q)^T S` is no mean; it counts with the weight `exp(q.a + c) w`, of what the state has written.
+
     Attributes:
-        feature_map: One of `FEATURE_MAPS`.
+        feature_map: One of `FEATURE_MAPS` or `FORGETFUL`.
         maps: W of queries and of keys, [H, D, F], see `features`; None if nothing is learned.
         query_gate: a and, last, c, [H, D + 1].
-        key_gate: b, [H, D].
+        key_gate: b, [H, D]; None for `unit`.
         input_scale: Factor of q and of k before the feature map and the gates.
+        decay: d and, last, e of a key's decay of the state, `exp(-softplus(k.d + e))`, [H, D + 1]; for `unit` only.
+        rate: r and, last, s of a key's rate, `sigmoid(k.r + s)`, [H, D + 1]; for `unit` only.
     """
 
     feature_map: str
     maps: tuple[Tensor, Tensor] | None
     query_gate: Tensor
-    key_gate: Tensor
+    key_gate: Tensor | None
     input_scale: float
+    decay: Tensor | None = None
+    rate: Tensor | None = None
 
     def gates(self, q: Tensor) -> Tensor:
         """Logarithms of the gates of queries [B, H, L, D], [B, H, L] in at least float32."""
@@ -298,8 +313,19 @@ class LinearFar(NamedTuple):
     def keys(self, k: Tensor) -> Tensor:
         """Features times gates of keys [B, H, S, D], in at least float32."""
         k = scaled(k.to(torch.promote_types(k.dtype, torch.float32)), self.input_scale)
-        gate = (k @ self.key_gate.to(k.dtype)[..., None]).clamp(max=_MOST_GATE).exp()
-        return features(k, self.feature_map, None if self.maps is None else self.maps[1]) * gate
+        keys = features(k, self.feature_map, None if self.maps is None else self.maps[1])
+        if self.key_gate is None:
+            return keys
+        return keys * (k @ self.key_gate.to(k.dtype)[..., None]).clamp(max=_MOST_GATE).exp()
+
+    def fading(self, k: Tensor) -> list[Tensor]:
+        """Logarithms of the decays at keys [B, H, S, D], [B, H, S, D]; for `unit` [B, H, S, 1], and the rates, likewise."""
+        k = scaled(k.to(torch.promote_types(k.dtype, torch.float32)), self.input_scale)
+        if self.decay is None or self.rate is None:
+            return [F.logsigmoid(k) / _FADING]
+        learned = self.decay.to(k.dtype), self.rate.to(k.dtype)
+        decay, rate = (k @ own[:, :-1, None] + own[:, None, -1:] for own in learned)
+        return [-F.softplus(decay), rate.sigmoid()]
 
 
 class PerformerFar(NamedTuple):
@@ -330,7 +356,11 @@ class PerformerFar(NamedTuple):
 
 # Bound of the logarithm of a key's gate, so that no sum overflows.
 _MOST_GATE = 30.0
+# Root of the sigmoids that are decays of `gated`, as in gated linear attention: a state then lasts dozens of keys.
+_FADING = 16
 NearOp = Callable[..., Near]
+# The arguments and results of `continue_delta`.
+DeltaOp = Callable[..., tuple[Tensor, Tensor, tuple[Tensor, Tensor]]]
 
 
 def linear_and_exact(
@@ -358,23 +388,66 @@ def attend_linear(
     sums_op: Estimate,
     dropout: float = 0.0,
     state: State | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Linear estimates joined with the near keys, by implementations of both; causal after the sums of a state, with new sums.
+    keep: bool = False,
+    delta_op: DeltaOp = continue_delta,
+) -> tuple[Tensor, State]:
+    """Linear estimates joined with the near keys, by implementations of both; causal after those of a state, and a new state.
 
-    The sums are of the keys that no later window reaches and that are not chosen, [B, H, F, E + 1].
+    With `keep`, it has the sums of the keys that no later window reaches and that are not chosen, `sums` [B, H, F, E + 1], or
+    of the delta rule [B, H, F, E] with `written`, [B, H, 1].
     """
     q, k, v = blank_padding(q, k, v, key_mask)
     v = drop_keys(v, dropout)
-    earlier = None if state is None else state["sums"]
     with without_autocast(q.device.type):
         near = near_op(q, k, v, key_mask, **exactly._asdict())
         mask = far_mask(key_mask, exactly.chosen)
+        if far.feature_map in FORGETFUL:
+            parts, later = _forgetful(q, k, v, mask, exactly, far, state, delta_op, keep)
+            norm = near.total.to(torch.promote_types(q.dtype, torch.float32))
+            return joined([Part(near.out, logs_of(norm)), *parts]).to(q.dtype), later
+        earlier = None if state is None else state["sums"]
         keys, values, parts = _linear_far(q, k, v, mask, exactly, far, sums_op, earlier)
         out = joined([Part(near.out, logs_of(near.total.to(values.dtype))), *parts])
-        if not exactly.causal:
-            return out.to(q.dtype), None
+        if not keep:
+            return out.to(q.dtype), {}
         later = left_sums(keys, values, mask, exactly.window)
-        return out.to(q.dtype), later if earlier is None else earlier + later
+        return out.to(q.dtype), {"sums": later if earlier is None else earlier + later}
+
+
+def _forgetful(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    exactly: Exactly,
+    far: LinearFar,
+    state: State | None,
+    delta_op: DeltaOp,
+    keep: bool = False,
+) -> tuple[list[Part], State]:
+    """The estimates of a recurrence over the keys before each window, and its state; with `keep`, that of the next token."""
+    queries, gates = far.queries(q), far.gates(q)
+    k, length, shift = per_query_head(q, k), k.shape[2], 0
+    keys = [far.keys(k), per_query_head(q, v).to(gates.dtype), *far.fading(k)]
+    keys = keys if mask is None else [x * mask[:, None, :, None] for x in keys]
+    if exactly.window:
+        # One more query asks for the state of the next token, whose window has moved on by a key.
+        queries, shift = F.pad(queries, (0, 0, 0, int(keep))), exactly.window - keep
+    if torch.compiler.is_exporting():
+        keys = [F.pad(x, (0, 0, shift, 0))[:, :, :length] for x in keys]
+    else:
+        keys = [x[:, :, : max(length - shift, 0)] for x in keys]
+    if not (keep or keys[0].shape[2] or state):
+        return [], {}
+    count = q.shape[2]
+    if far.rate is None:
+        values, before = F.pad(keys[1], (0, 1), value=1.0), None if state is None else state["sums"]
+        sums, later = continue_fading(queries, keys[0], values, keys[2], before)
+        part = _normalised(sums[:, :, :count])
+        return [Part(part.out, part.log + gates)], {"sums": later}
+    before = None if state is None else (state["sums"], state["written"])
+    out, written, (sums, total) = delta_op(queries, *keys, before)
+    return [Part(out[:, :, :count], logs_of(written[:, :, :count]) + gates)], {"sums": sums, "written": total}
 
 
 def left_sums(keys: Tensor, values: Tensor, mask: Tensor | None, window: int) -> Tensor:
@@ -411,22 +484,24 @@ def per_query_head(q: Tensor, x: Tensor) -> Tensor:
 
 def linear_parts(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, exactly: Exactly, far: LinearFar
-) -> tuple[Part, list[Part], Tensor]:
-    """What `linear_and_exact` joins, and the true weight of the far keys, [B, H, L], relative to the largest near score."""
+) -> list[Part]:
+    """The estimates that `linear_and_exact` joins with the near keys."""
     q, k, v = blank_padding(q, k, v, key_mask)
-    near, mass = _near_and_mass(q, k, v, key_mask, exactly)
-    *_, parts = _linear_far(q, k, v, far_mask(key_mask, exactly.chosen), exactly, far, plain_sums)
-    return Part(near.out, logs_of(near.total)), parts, mass
+    mask = far_mask(key_mask, exactly.chosen)
+    if far.feature_map in FORGETFUL:
+        return _forgetful(q, k, v, mask, exactly, far, None, continue_delta)[0]
+    return _linear_far(q, k, v, mask, exactly, far, plain_sums)[-1]
 
 
-def _near_and_mass(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, exactly: Exactly) -> tuple[Near, Tensor]:
-    """The near keys, and the weight of the others relative to the largest near score; 0 for a query without a near key."""
+def near_and_mass(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, exactly: Exactly) -> tuple[Part, Tensor]:
+    """The near keys, and the true weight of the others relative to the largest near score, [B, H, L]; 0 without a near key."""
+    q, k, v = blank_padding(q, k, v, key_mask)
     near = near_keys(q, k, v, key_mask, **exactly._asdict())
     every = near_keys(
         q, k, v, key_mask, window=max(q.shape[2], k.shape[2]), chosen=None, causal=exactly.causal, scale=exactly.scale
     )
     mass = (every.log - near.log).exp() * near.total - near.total
-    return near, mass.clamp(min=0.0).masked_fill(near.total <= 0, 0.0)
+    return Part(near.out, logs_of(near.total)), mass.clamp(min=0.0).masked_fill(near.total <= 0, 0.0)
 
 
 def plain_sums(
@@ -435,7 +510,11 @@ def plain_sums(
     """Attention by features of queries and keys, after the sums of `earlier` keys."""
     k = k if mask is None else k * mask[:, None, :, None]
     values = F.pad(v, (0, 1), value=1.0)
-    sums = continue_sums(q, k, values, earlier)[0] if causal else q @ (k.mT @ values)
+    return _normalised(continue_sums(q, k, values, earlier)[0] if causal else q @ (k.mT @ values))
+
+
+def _normalised(sums: Tensor) -> Part:
+    """Sums of weighted values and, last, of weights."""
     norm = sums[..., -1]
     return Part(sums[..., :-1] / norm.masked_fill(norm < LEAST_NORM, 1.0)[..., None], logs_of(norm))
 
@@ -467,15 +546,18 @@ def continue_linear(
     window: int,
     scale: float,
     far: LinearFar,
-    attend: Callable[..., tuple[Tensor, Tensor | None]],
+    attend: Callable[..., tuple[Tensor, State]],
 ) -> tuple[Tensor, State]:
     """`linear_and_exact` of tokens that follow others, from sums and a ring of the exact keys; `attend` is like `attend_linear`."""
-    ring = extended(None if state is None else {name: x for name, x in state.items() if name != "sums"}, k, v, key_mask)
+    ring = extended(_ring_of(state), k, v, key_mask)
     k, v, key_mask = content(ring)
     exactly = Exactly(True, window, first_keys(k, key_mask, sinks), scale)
-    out, sums = attend(q, k, v, key_mask, exactly, far, state=state)
-    assert sums is not None, "causal sums always are"
-    return out, {"sums": sums, **_exact_keys(ring, exactly.chosen, sinks, reach(window, True)[0])}
+    out, later = attend(q, k, v, key_mask, exactly, far, state=state, keep=True)
+    return out, {**later, **_exact_keys(ring, exactly.chosen, sinks, reach(window, True)[0])}
+
+
+def _ring_of(state: State | None) -> State | None:
+    return None if state is None else {name: x for name, x in state.items() if name in (*PARTS, "span")}
 
 
 def _exact_keys(ring: State, chosen: Tensor | None, sinks: int, count: int) -> State:
@@ -625,9 +707,7 @@ def performer_and_exact_decode(
 ) -> tuple[Tensor, State]:
     """The op of this name in `api.py`, which explains the arguments and checks them."""
     known = None if state is None else {name: state[name] for name in ("top", "sums", UNIFORM) if name in state}
-    ring = extended(
-        None if state is None else {n: x for n, x in state.items() if n in (*PARTS, "span")}, k, v, key_mask
-    )
+    ring = extended(_ring_of(state), k, v, key_mask)
     k, v, key_mask = content(ring)
     exactly = Exactly(True, window, first_keys(k, key_mask, sinks), scale)
     queries, keys = mapped(q, k)

@@ -148,28 +148,35 @@ def scaled(x: Tensor, factor: float) -> Tensor:
 
 # In the order of maps.h.
 FEATURE_MAPS = ("elu", "relu", "softmax", "t2r", "hedgehog")
+# Those of a recurrence that forgets, which only `exact_part` computes.
+FORGETFUL = ("gated", "unit")
 
 
 def features(x: Tensor, feature_map: str, weight: Tensor | None) -> Tensor:
     """Features of queries or keys, a fresh tensor.
 
-    Args: x [B, H, n, D]; weight [H, D, D] for `hedgehog`, [H, D + 1, D] with the bias last for `t2r`.
-    Returns [B, H, n, D], and [B, H, n, 2 D] for `hedgehog`.
+    Args: x [B, H, n, D]; weight [H, D, D] for `hedgehog` and `unit`, [H, D + 1, D] with the bias last for `t2r`.
+    Returns [B, H, n, D], and [B, H, n, 2 D] for `hedgehog`; `gated` are those of `softmax`, `unit` have length 1.
     """
     if feature_map == "elu":
         return F.elu(x).add_(1.0)
     if feature_map == "relu":
         return F.relu(x)
-    if feature_map == "softmax":
+    if feature_map in ("softmax", "gated"):
         return x.softmax(-1)
     assert weight is not None, f"{feature_map} is learned"
     weight = weight.to(x.dtype)
     if feature_map == "t2r":
         return F.relu(x @ weight[:, :-1] + weight[:, -1:])
     heights = x @ weight
+    if feature_map == "unit":
+        heights = F.silu(heights)
+        return heights * (heights.square().sum(-1, keepdim=True) + _LEAST_SQUARE).rsqrt()
     return torch.cat([heights.softmax(-1), (-heights).softmax(-1)], -1)
 
 
+# Added to the square of a length that divides, as in flash-linear-attention.
+_LEAST_SQUARE = 1e-6
 # Queries per causal chunk: pairs are computed inside it, a state of size D x E is carried between chunks.
 _CHUNK = 64
 
@@ -222,6 +229,99 @@ def continue_sums(queries: Tensor, keys: Tensor, values: Tensor, sums: Tensor | 
     states = torch.cat([first.unsqueeze(-3), added], -3).cumsum(-3)
     out = (queries @ keys.transpose(-2, -1)).tril() @ values + queries @ states[..., :-1, :, :]
     return out.flatten(-3, -2)[..., :length, :], states[..., -1, :, :]
+
+
+# Tokens per chunk of fading features, and the least logarithm of a decay: no factor in a chunk is then above e^40.
+_FADING_CHUNK, _LEAST_DECAY = 32, -1.25
+
+
+def continue_fading(
+    queries: Tensor, keys: Tensor, values: Tensor, decays: Tensor, sums: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`continue_sums` with `S_t = diag(exp(a_t)) S_{t-1} + g_t v_t^T`: each feature of the sums decays at each key.
+
+    Args: as for `continue_sums`; a [..., S, F], at most 0, and taken as at least -1.25.
+
+    Source: Yang et al., 2024, Gated linear attention, arXiv 2312.06635. No departures.
+    """
+    length = queries.shape[-2]
+    queries, keys, values, decays = _in_chunks(_FADING_CHUNK, queries, keys, values, decays.clamp(min=_LEAST_DECAY))
+    decays = decays.cumsum(-2)
+    last = decays[..., -1:, :]
+    added = (keys * (last - decays).exp()).mT @ values
+    states = _states(last.mT, added, sums)
+    queries, keys = queries * decays.exp(), keys * (-decays).exp()
+    out = (queries @ keys.mT).tril() @ values + queries @ states[..., :-1, :, :]
+    # A view of all states would keep them in memory.
+    return out.flatten(-3, -2)[..., -length:, :], states[..., -1, :, :].clone()
+
+
+def _states(logs: Tensor, added: Tensor, first: Tensor | None) -> Tensor:
+    """`S_c = exp(a_c) S_{c-1} + added_c` with S_0 in front, [..., chunks + 1, F, E]; a [..., chunks, F, 1]."""
+    state = torch.zeros_like(added[..., 0, :, :]) if first is None else first
+    if torch.compiler.is_exporting():
+        # A program for any number of chunks has no loop over them; its sums over pairs of chunks cost little.
+        logs = F.pad(logs.squeeze(-1).cumsum(-2), (0, 0, 1, 0)).mT
+        factors = (logs.unsqueeze(-1) - logs.unsqueeze(-2)).exp().tril()
+        return (factors @ torch.cat([state.unsqueeze(-3), added], -3).transpose(-3, -2)).transpose(-3, -2)
+    states, factors = [state], logs.exp()
+    for chunk in range(added.shape[-3]):
+        states.append(factors[..., chunk, :, :] * states[-1] + added[..., chunk, :, :])
+    return torch.stack(states, -3)
+
+
+def continue_delta(
+    queries: Tensor, keys: Tensor, values: Tensor, decays: Tensor, rates: Tensor, state: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """The gated delta rule, `S_t = exp(a_t) (I - b_t k_t k_t^T) S_{t-1} + b_t k_t v_t^T`, read by `q_t^T S_t`.
+
+    In chunks: what a chunk writes solves a triangular system for all of its tokens at once (the WY representation).
+
+    Source: Yang, Kautz, Hatamizadeh, 2024, Gated delta networks, arXiv 2412.06464. No departures.
+
+    Args:
+        queries: [..., L, F].
+        keys: [..., S, F], of length 1 at most; query i is at position S - L + i.
+        values: [..., S, E].
+        decays: a, [..., S, 1], at most 0.
+        rates: b, [..., S, 1], from 0 to 1; 0 for a key that is to change nothing, whose a is 0 too.
+        state: S and the sum of the next paragraph after earlier keys; None before the first.
+
+    Returns:
+        [..., L, E]; how much each query's state has written, `w_t = exp(a_t) w_{t-1} + b_t`, [..., L]; S, [..., F, E],
+        and w, [..., 1], after all keys.
+    """
+    length = queries.shape[-2]
+    # A program for any number of tokens has no loop over chunks.
+    size = None if torch.compiler.is_exporting() else min(_CHUNK, max(length, keys.shape[-2]))
+    queries, keys, values, decays, rates = _in_chunks(size, queries, keys, values, decays, rates)
+    decays = decays.cumsum(-2)
+    apart = (decays - decays.mT).tril().exp().tril()
+    from_start, to_end = decays.exp(), (decays[..., -1:, :] - decays).exp()
+    within = (queries @ keys.mT) * apart
+    system, sizes = torch.cat([values * rates, keys * (rates * from_start)], -1), [values.shape[-1], keys.shape[-1]]
+    pairs = ((keys @ keys.mT) * apart * rates).tril(-1)
+    new, erased = torch.linalg.solve_triangular(pairs, system, upper=False, unitriangular=True).split(sizes, -1)
+    written, kept, queries, keys = (apart @ rates)[..., 0], from_start[..., 0], queries * from_start, (keys * to_end).mT
+    matrix = torch.zeros_like(keys[..., 0, :, :1] * new[..., 0, :1, :]) if state is None else state[0]
+    weight = torch.zeros_like(kept[..., 0, -1:]) if state is None else state[1]
+    out, weights = [], []
+    for chunk in range(keys.shape[-3]):
+        own = new[..., chunk, :, :] - erased[..., chunk, :, :] @ matrix
+        out.append(queries[..., chunk, :, :] @ matrix + within[..., chunk, :, :] @ own)
+        weights.append(written[..., chunk, :] + kept[..., chunk, :] * weight)
+        matrix = from_start[..., chunk, -1:, :] * matrix + keys[..., chunk, :, :] @ own
+        weight = weights[-1][..., -1:].clone()
+    return torch.cat(out, -2)[..., -length:, :], torch.cat(weights, -1)[..., -length:], (matrix, weight)
+
+
+def _in_chunks(size: int | None, queries: Tensor, *of_keys: Tensor) -> list[Tensor]:
+    """[..., L, F] and [..., S, n] as [..., chunks, size, n], or one chunk without a size, aligned at their ends, behind rows of 0."""
+    total = max(queries.shape[-2], of_keys[0].shape[-2])
+    # As in `continue_sums`.
+    chunks = 1 if size is None else (total + size - 1) // size + torch.compiler.is_exporting()
+    size = total if size is None else size
+    return [F.pad(x, (0, 0, chunks * size - x.shape[-2], 0)).unflatten(-2, (chunks, size)) for x in (queries, *of_keys)]
 
 
 # Queries per block, and keys per partial sum: a block computes pairs with its window, rounded up to this.

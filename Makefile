@@ -21,6 +21,7 @@ LOWEST = grep -oE '"[a-z0-9_-]+>=[0-9.]+' pyproject.toml | tr -d '"' | sed 's/>=
 # The C of the kernels.
 C = kernels/approx_kernels/cpu/c
 
+# Modules are compiled when they are first imported: few of those installed ever are.
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 NO_GPU := $(shell [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null 2>&1 && echo yes)
 
@@ -94,7 +95,7 @@ ifeq ($(NO_GPU),yes)
 	@echo "For a CPU build stop this and say which, as on pytorch.org/get-started: make $(MAKECMDGOALS) TORCH='torch --index-url …'"
 endif
 else
-	$(PIP) install $(TORCH)
+	$(PIP) install --no-compile $(TORCH)
 endif
 	@touch $@
 
@@ -103,9 +104,9 @@ $(VENV)/lowest.txt: pyproject.toml $(VENV)/.python
 	$(LOWEST) | grep -v '^torch==' >$@
 
 $(VENV)/.demo: pyproject.toml $(VENV)/.python $(CONSTRAINTS)
-	$(PIP) install $(addprefix -c ,$(CONSTRAINTS)) -e .
+	$(PIP) install --no-compile $(addprefix -c ,$(CONSTRAINTS)) -e .
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.python $(CONSTRAINTS)
-	$(PIP) install $(addprefix -c ,$(CONSTRAINTS)) -e '.[dev]'
+	$(PIP) install --no-compile $(addprefix -c ,$(CONSTRAINTS)) -e '.[dev]'
 	@touch $@ $(VENV)/.demo

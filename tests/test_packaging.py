@@ -172,6 +172,7 @@ def test_the_sdist_holds_what_the_wheel_is_made_from(built):
 
 
 @pytest.mark.parametrize("installed_too", ["nothing", pytest.param("kernels of Hugging Face", marks=pytest.mark.slow)])
+@pytest.mark.sample(1)
 def test_the_wheel_runs_from_an_empty_folder(installed, hugging_face_kernels, tmp_path, installed_too):
     path = (installed, hugging_face_kernels) if installed_too != "nothing" else (installed,)
     files = run("-c", IMPORT_ALL, cwd=tmp_path, path=path).split()

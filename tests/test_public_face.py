@@ -62,6 +62,7 @@ def test_converted_folders_load_without_a_trust_flag_in_every_order_of_imports(s
     assert words[1] in ("negative", "positive")
 
 
+@pytest.mark.sample(1)
 def test_without_the_import_a_converted_folder_fails_loudly(saved, tmp_path):
     code = IMPORT + f"AutoModelForSequenceClassification.from_pretrained({str(saved)!r}, trust_remote_code=False)"
     with pytest.raises(AssertionError, match="trust_remote_code"):

@@ -124,7 +124,7 @@ def put(place, names, folders):
         ),
     ],
 )
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 def test_keeps_neighbours_of_every_name(name, folders, base, converted, data, tmp_path):
     words = words_of(name, base, converted, data, tmp_path)
     if name == "evaluate":

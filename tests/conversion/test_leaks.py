@@ -123,7 +123,7 @@ def test_every_leak_of_every_mechanism_is_refused(name, causal, bases, tmp_path,
 
 @pytest.mark.parametrize("leak", LEAKS, ids=lambda leak: leak.__name__)
 @pytest.mark.parametrize("name", ["local", "block"])
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 def test_a_leak_fails_the_check_that_is_made_for_it(name, leak, bases, tmp_path, monkeypatch):
     plant(monkeypatch, name, leak)
     failed = refused(bases[True], tmp_path / "out", Plan((Rule(name, "all", BEYOND_40[name]),)))

@@ -150,6 +150,7 @@ CHECKPOINTS = [
 
 
 @pytest.mark.parametrize(("name", "content"), CHECKPOINTS)
+@pytest.mark.sample(8)
 def test_rejects_a_damaged_checkpoint(name, content, interrupted, tmp_path):
     data, folder = interrupted
     shutil.copytree(folder, tmp_path / "work")

@@ -99,6 +99,7 @@ def test_the_weights_of_the_best_step_are_kept(sst2, tmp_path, monkeypatch):
 
 # One of each kind; tests/finetuning/test_learning.py has all of them, in every family.
 @pytest.mark.parametrize("mechanism", ["clustered", "performer"])
+@pytest.mark.sample(1)
 def test_the_loss_goes_down_with_the_settings_of_training(mechanism, sst2, tmp_path):
     settings = {"performer": {"redraw_every": 3}, "linear": {"feature_map": "hedgehog"}}.get(mechanism, {})
     model = model_of(mechanism, **settings)
@@ -342,6 +343,7 @@ def test_a_model_without_a_score_ends_in_evaluation_mode_and_names_its_loss(tmp_
     assert (done.measure, done.exact, done.before, done.after) == ("loss", None, None, None)
 
 
+@pytest.mark.sample(0)
 def test_an_order_of_labels_that_scores_far_better_is_still_noted_after_a_resumption(sst2, tmp_path):
     (Path(sst2) / "train.tsv").write_text("\n".join(["sentence\tlabel", *ROWS * 4]) + "\n", encoding="utf-8")
     base = model_of()

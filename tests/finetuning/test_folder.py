@@ -46,6 +46,7 @@ def options_of(study: Path, **more: Any) -> FinetuneStage:
     return FinetuneStage(task="glue/sst2", data=str(study / "SST-2"), **{**usual, **more})
 
 
+@pytest.mark.sample(1)
 def test_healed_folder_loads_like_any_other_and_records_its_training(study, tmp_path):
     reported: list[tuple[str, int, int]] = []
     done = finetune_folder(

@@ -162,6 +162,7 @@ def digest_of(files, op):
         ("ops/linear/reference.py", set()),
     ],
 )
+@pytest.mark.sample(2)
 def test_digest_is_of_kernels_and_what_they_import(tmp_path, file, changes):
     ops = (OP, "local_attention", "lsh_attention")
     before = copied(tmp_path / "before")

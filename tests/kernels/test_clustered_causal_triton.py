@@ -83,7 +83,7 @@ def test_head_sizes(size):
 
 
 @pytest.mark.parametrize("keys", [8, 16, 17], ids="{} tokens in chunks of 8".format)
-@pytest.mark.sample(1)
+@pytest.mark.sample(0)
 def test_chunks_that_the_tokens_fill(keys):
     check(draw(keys, keys), **settings())
 
@@ -146,6 +146,7 @@ def test_dropped_keys():
     check(tensors, **(how | {"centroids": how["centroids"].abs()}))
 
 
+@pytest.mark.sample(0)
 def test_equal_scores_do_not_add_keys():
     q, k, v = draw(30, 30)
     computed = causal_clustered_attention(q, torch.zeros_like(k), v, impl="triton", **settings())
@@ -162,6 +163,7 @@ def test_bfloat16():
     check(draw(1100, 1100, size=64, values=64, dtype=torch.bfloat16), **settings(64, clusters=25, chunk=256, topk=None))
 
 
+@pytest.mark.sample(0)
 def test_the_future_changes_no_bit_and_has_no_gradient():
     tensors, grad = draw(30, 30), torch.randn(1, 1, 30, 16, device=DEVICE)
     grad[:, :, 19:] = 0

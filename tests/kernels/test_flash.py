@@ -72,12 +72,13 @@ KINDS = {"dense": {}, "causal": {"right": 0}, "window": {"left": 9, "right": 3},
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_windows(name):
     check(draw(37, 37), **KINDS[name])
 
 
 @pytest.mark.parametrize("right", [30, 62])
+@pytest.mark.sample(1)
 def test_windows_that_end_a_key_before_a_tile_does(right):
     # The window of a tile's first query ends before the last key of a tile, which shows an error of one tile.
     check(draw(right + 9, right + 9, heads=1), right=right)

@@ -55,6 +55,7 @@ def test_the_first_kernels_of_an_op_keep_within_their_limits_and_are_in_the_tabl
 
 
 @pytest.mark.parametrize("op", ops())
+@pytest.mark.sample(3)
 def test_the_tables_belong_to_the_current_kernels(op):
     newest, *_ = recorded()["compilers"]
     assert {f"{op}, 80", f"{op}, 90"} <= newest["digests"].keys()

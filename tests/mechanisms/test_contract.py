@@ -163,7 +163,7 @@ def test_forward_draws_nothing_and_repeats_itself(name, causal):
 
 @over_forms
 @pytest.mark.parametrize("kind", ["none", "arbitrary"])
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 def test_gradients_are_right(name, causal, kind):
     shape = {"batch": 2, "heads": 1, "length": 9, "size": 3, "values": 2, "seed": 1}
     mask = None if kind == "none" else draw_mask(kind, **shape)
@@ -185,7 +185,7 @@ def test_activations_that_are_checkpointed_give_the_same_gradients(name, causal)
 
 @pytest.mark.parametrize(("name", "causal"), LEARNED)
 @pytest.mark.parametrize("kind", ["none", "arbitrary"])
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 def test_gradients_of_parameters_are_right(name, causal, kind):
     shape = {"batch": 2, "heads": 2, "length": 9, "size": 3, "values": 2, "seed": 1}
     mask = None if kind == "none" else draw_mask(kind, **shape)
@@ -354,7 +354,7 @@ def test_dropout_is_unbiased_and_only_there_when_asked_for(name, causal):
 
 @over_forms
 @pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.sample(90)
+@pytest.mark.sample(12)
 def test_weights_give_the_output_back(name, causal, kind):
     shape = {"batch": 3, "heads": 2, "length": 40, "size": 8, "values": 8, "seed": 4}
     mask = draw_mask(kind, **shape)
@@ -373,7 +373,7 @@ def test_weights_give_the_output_back(name, causal, kind):
 @over_forms
 @given(shape=shapes)
 @few
-@pytest.mark.sample(20)
+@pytest.mark.sample(5)
 def test_memory_layout_does_not_matter(name, causal, shape):
     mechanism = make(name, causal, heads=shape["heads"], size=shape["size"])
     q, k, v = draw(**shape)

@@ -47,7 +47,7 @@ def test_layers_of_fixed_length_need_the_same_memory_at_any_length():
 
 
 @pytest.mark.parametrize("mechanism", sorted(set(MECHANISMS) - {"sinks"}))
-@pytest.mark.sample(8)
+@pytest.mark.sample(3)
 def test_predicts_memory_of_mechanisms_within_a_factor_of_two(mechanism):
     # Temporaries of PyTorch are planned for: of some mechanisms C holds half of that, and whether it runs depends on
     # the machine.

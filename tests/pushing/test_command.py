@@ -15,6 +15,7 @@ def call(*words, **more):
     return CliRunner().invoke(app, ["push", *map(str, words)], **more)
 
 
+@pytest.mark.sample(1)
 def test_shows_files_and_card_and_uploads_after_a_yes(converted, hub):
     answer = call(converted, "ada/m", input="n\n")
     assert answer.exit_code == 8

@@ -278,6 +278,7 @@ def test_rejects_invalid_repository_names(folder, name):
         api.push(folder, name, dry_run=folder.with_name("dry"), offline=True)
 
 
+@pytest.mark.sample(1)
 def test_requires_public_for_a_public_repository(converted, hub):
     api.push(converted, "ada/m", public=True)
     assert not hub.repos["ada/m"].private

@@ -115,6 +115,7 @@ def test_uses_the_message_for_the_commits(converted, hub):
     assert hub.repos["ada/m"].messages[2].startswith("My words: the card pins ")
 
 
+@pytest.mark.sample(1)
 def test_a_pull_request_is_opened_once(converted, other, place):
     api.push(converted, place.repo)
     try:
@@ -131,6 +132,7 @@ def test_a_pull_request_is_opened_once(converted, other, place):
     assert again["url"] == done["pull_request"]
 
 
+@pytest.mark.sample(1)
 def test_does_not_overwrite_edits_on_the_hub(converted, place):
     api.push(converted, place.repo)
     place.write("README.md", "---\nlicense: mit\n---\nEdited by hand")

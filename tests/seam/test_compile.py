@@ -51,7 +51,7 @@ def compiled(model, backend: Any = "eager", **more):
 
 
 @pytest.mark.parametrize(("family", "name"), CASES)
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 def test_a_converted_model_compiles_without_a_break(family, name):
     model, inputs = convert(family, name)
     expected = outputs(model, inputs, **UNCACHED[family])

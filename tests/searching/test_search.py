@@ -329,6 +329,7 @@ def test_sensitivities_of_one_search_serve_another(searching, monkeypatch):
     assert (other.folder / SENSITIVITIES).read_bytes() == (first.folder / SENSITIVITIES).read_bytes()
 
 
+@pytest.mark.sample(0)
 def test_layers_may_convert_part_of_their_heads(searching):
     made = searching(budget="kl<=0.08", granularity="heads", candidates=RULES[:1])
     made.damages()
@@ -351,6 +352,7 @@ def test_reports_the_least_loss_if_time_ends_before_a_plan_is_allowed(searching,
     assert list(found.models) == ["found"]
 
 
+@pytest.mark.sample(0)
 def test_the_seed_is_that_of_times_of_parts_and_of_the_proof(searching, clock, monkeypatch):
     drawn = []
     original = search.cost.measure_damage
@@ -473,6 +475,7 @@ def test_interrupted_it_keeps_the_best_so_far(searching):
         searching("other", budget="kl<=10", progress=at_once).run()
 
 
+@pytest.mark.sample(0)
 def test_a_busy_machine_is_noted(searching, clock):
     clock.crowded = True
     assert any("Other programs used the machine" in note for note in searching(budget="kl<=10", front=0).run().notes)

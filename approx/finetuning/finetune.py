@@ -46,6 +46,7 @@ from approx.finetuning.trainer import (
     MOST_VALIDATIONS,
     VALIDATING,
     Distill,
+    KeptLogits,
     Measure,
     Objective,
     Outcome,
@@ -58,6 +59,7 @@ from approx.finetuning.trainer import (
     train,
 )
 from approx.paths import refuse_leaving
+from approx.tasks.classification import SEVERAL, kind_of_outputs
 from approx.tasks.metrics import METRICS
 from approx.tasks.text import Text
 from approx.validation import first_mistake
@@ -440,7 +442,11 @@ def _phase(
         mechanism_rate, rate = rate, rate / 100
     else:
         taught = mode == "distill"
-        objective = Distill(teacher or teacher_of(model), options.distill) if taught else Supervised()
+        if taught:
+            kept = _kept_logits(model, options, read, passes=steps * batch_size / len(read.rows))
+            objective = Distill(teacher or teacher_of(model), options.distill, kept)
+        else:
+            objective = Supervised()
         trained = (
             trainer.mechanism_parameters(model) if adapted else trainer.chosen_parameters(model, options.train, sample)
         )
@@ -471,6 +477,38 @@ def _phase(
         report_to=options.report_to,
         seed=options.seed,
     )
+
+
+# Share of the memory for kept logits.
+_KEEPING = 0.25
+
+
+def _kept_logits(model: Any, options: FinetuneStage, read: trainer.TrainingData, *, passes: float) -> KeptLogits | None:
+    """Where the teacher's logits are kept; None if they are not wanted, or would be used once."""
+    parts = options.distill
+    if parts.cache is None:
+        return None
+    about = f"--distill cache={parts.cache}"
+    if parts.hidden or parts.attention:
+        raise ApproxError(
+            f"{about} keeps logits, and hidden states and attention outputs would take too much. Leave those out of the "
+            "loss (--distill hidden=0 --distill attention=0), or do without the cache."
+        )
+    if read.task.draws:
+        raise ApproxError(
+            f"{about} is of no use with {read.task.name}, which hides other tokens in each pass. Leave it out."
+        )
+    if model.main_input_name != "input_ids" or model.config.is_encoder_decoder:
+        raise ApproxError(
+            f"{about} is for models that read tokens and write outputs for them, and this is a {type(model).__name__}. "
+            "Leave it out.",
+            Exit.UNSUPPORTED,
+        )
+    if passes <= 1:
+        return None
+    several = kind_of_outputs(model.config) == SEVERAL
+    most = _KEEPING * available_bytes(torch.device("cpu"))
+    return KeptLogits(parts.cache, parts.temperature, several=several, most=most)
 
 
 def _in_bfloat16(model: Any, mode: str) -> bool:
@@ -944,11 +982,17 @@ def _healing(
         data_sha256=prepared.data.sha256,
         options=options.model_dump(mode="json", exclude_none=True),
         approximated=prepared.approximated,
-        notes=[*prepared.notes, *begun.notes, *([_NO_HELP] if helped is False else [])],
+        notes=[*prepared.notes, *begun.notes, *_of_logits(prepared), *([_NO_HELP] if helped is False else [])],
         fitted=begun.fitted,
         helped=helped,
         kept_exact=prepared.kept_exact,
     )
+
+
+def _of_logits(prepared: Preparation) -> list[str]:
+    """What was kept of the teacher's logits."""
+    kept = [phase.objective.kept for phase in prepared.phases if isinstance(phase.objective, Distill)]
+    return [one.note for one in kept if one is not None and one.note is not None]
 
 
 _NO_HELP = (

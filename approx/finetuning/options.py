@@ -58,6 +58,8 @@ class Distillation(ModeOptions):
         attention: Weight of the relative squared error of each layer's attention outputs.
         labels: Weight of the loss on labels.
         temperature: Divisor of the logits of both.
+        cache: The teacher's largest logits of each place, so many, are kept in memory for further passes, which then do
+            without it. Needs hidden=0 and attention=0.
     """
 
     mechanism_learning_rate: Rate | None = None
@@ -66,6 +68,7 @@ class Distillation(ModeOptions):
     attention: Annotated[float, Field(ge=0)] = 0.0
     labels: Annotated[float, Field(ge=0)] = 0.0
     temperature: Annotated[float, Field(gt=0)] = 2.0
+    cache: Count | None = None
 
 
 class Lora(Model):
@@ -125,8 +128,8 @@ class FinetuneStage(Model):
         projections: Let transfer train the q, k and v projections too.
         joint: In transfer, feed each layer what the converted layers before it compute, not exact attention.
         match: What transfer compares: the outputs of attention, or its weights.
-        distill: Weight of a part of the loss of distill: logits, hidden, attention or labels; the temperature; or a
-            setting of distill alone, as for transfer.
+        distill: Weight of a part of the loss of distill: logits, hidden, attention or labels; the temperature; cache, how
+            many of the teacher's logits are kept for further passes; or a setting of distill alone, as for transfer.
         lora: The rank, alpha, dropout or targets of the adapters.
         penalty: Weight of the penalty of mechanisms, such as the spans of adaptive-span.
         validation: Training examples held out to choose the best step, at most a tenth. Fewer are used where they would

@@ -369,14 +369,17 @@ class Distill:
     Args:
         teacher: The exact model; its parameters are frozen.
         weights: Weights of the parts.
+        kept: Keeps the teacher's logits; None computes them in each pass.
     """
 
-    def __init__(self, teacher: Any, weights: Distillation) -> None:
-        self._teacher, self._weights = teacher.eval().requires_grad_(False), weights
+    def __init__(self, teacher: Any, weights: Distillation, kept: "KeptLogits | None" = None) -> None:
+        self._teacher, self._weights, self.kept = teacher.eval().requires_grad_(False), weights, kept
 
     def loss(self, model: Any, inner: Any, inputs: dict[str, Tensor]) -> Tensor:
         """See `Objective`."""
         unlabelled, weights = without_targets(inputs), self._weights
+        if self.kept is not None:
+            return self._loss_of_kept(self.kept, model, inputs if weights.labels else unlabelled, unlabelled)
         with torch.no_grad():
             target, target_attention = self._run(self._teacher, self._teacher, unlabelled)
         outputs, attention = self._run(model, inner, inputs if weights.labels else unlabelled)
@@ -406,6 +409,22 @@ class Distill:
             terms.append(weights.labels * outputs.loss)
         return torch.stack(terms).sum()
 
+    def _loss_of_kept(
+        self, kept: "KeptLogits", model: Any, inputs: dict[str, Tensor], unlabelled: dict[str, Tensor]
+    ) -> Tensor:
+        """The loss against kept logits; it has no other parts than those of outputs and labels."""
+        rows = kept.of(self._teacher, unlabelled)
+        outputs = model(**inputs)
+        terms = [
+            self._weights.logits
+            * kept.distance(name, outputs[name], [row[name] for row in rows], unlabelled)
+            / len(rows[0])
+            for name in rows[0]
+        ]
+        if self._weights.labels:
+            terms.append(self._weights.labels * outputs.loss)
+        return torch.stack(terms).sum()
+
     def _run(self, model: Any, inner: Any, inputs: dict[str, Tensor]) -> tuple[Any, dict[str, Call]]:
         attention: dict[str, Call] = {}
 
@@ -415,6 +434,111 @@ class Distill:
         more = {"output_hidden_states": True} if self._weights.hidden else {}
         with observe(inner, keep) if self._weights.attention else nullcontext():
             return model(**inputs, **more), attention
+
+
+class KeptLogits:
+    """The largest logits of a teacher for each input, which does without it in further passes.
+
+    What is not among the largest counts as one more class, so that the divergence is a lower bound of the whole one, and is
+    it where all logits are kept. Each input is computed alone, so that a number does not depend on its batch.
+
+    Args:
+        count: Logits that are kept of each place.
+        temperature: Their divisor.
+        several: Whether outputs are over labels that do not exclude each other; then all are kept.
+        most: Bytes to keep at most; inputs beyond are computed in each pass.
+    """
+
+    def __init__(self, count: int, temperature: float, *, several: bool, most: float) -> None:
+        self._count, self._temperature, self._several, self._most = count, temperature, several, most
+        self._rows: dict[bytes, dict[str, _Largest]] = {}
+        self._bytes, self._mass, self._places = 0, 0.0, 0
+
+    @property
+    def note(self) -> str | None:
+        """How much of the teacher's probability is kept; None if nothing is."""
+        if not self._places:
+            return None
+        return (
+            f"The {self._count} largest of the teacher's logits were kept for {len(self._rows):,} inputs "
+            f"({self._bytes / 1e6:,.1f} MB); they hold {100 * self._mass / self._places:.2f} % of its probability."
+        )
+
+    def of(self, teacher: Any, inputs: dict[str, Tensor]) -> list[dict[str, "_Largest"]]:
+        """The logits of each row of a batch, by name."""
+        ids = inputs["input_ids"]
+        real = _real_places(inputs)
+        found = []
+        for row in range(len(ids)):
+            alone = {name: x[row : row + 1] for name, x in inputs.items()}
+            alone = {name: x[:, real[row]] if x.shape == ids[row : row + 1].shape else x for name, x in alone.items()}
+            key = alone["input_ids"].cpu().numpy().tobytes()
+            if (entry := self._rows.get(key)) is None:
+                entry = self._computed(teacher, alone)
+                size = sum(one.values.nbytes + one.places.nbytes for one in entry.values())
+                if self._bytes + size <= self._most:
+                    self._rows[key], self._bytes = entry, self._bytes + size
+            found.append(entry)
+        return found
+
+    @torch.no_grad()
+    def _computed(self, teacher: Any, alone: dict[str, Tensor]) -> dict[str, "_Largest"]:
+        with torch.autocast(alone["input_ids"].device.type, enabled=False):
+            outputs = teacher(**alone)
+        made = {}
+        for name in outputs:
+            if not name.endswith("logits"):
+                continue
+            logits = outputs[name][0].float() / self._temperature
+            if self._several or logits.shape[-1] == 1:
+                made[name] = _Largest(logits.cpu(), torch.empty(0, dtype=torch.int32))
+                continue
+            values, places = logits.log_softmax(-1).topk(min(self._count, logits.shape[-1]))
+            mass = values.exp().sum(-1)
+            self._mass, self._places = self._mass + float(mass.sum()), self._places + mass.numel()
+            made[name] = _Largest(values.cpu(), places.int().cpu())
+        return made
+
+    def distance(self, name: str, outputs: Tensor, rows: list["_Largest"], inputs: dict[str, Tensor]) -> Tensor:
+        """Divergence of a batch of outputs of this name from kept logits, a scalar, as without keeping them."""
+        real, terms = _real_places(inputs), []
+        by_token = outputs.dim() == 3 or name in _PLACES
+        for row, largest in enumerate(rows):
+            one = outputs[row][real[row]] if by_token else outputs[row]
+            terms.append(self._apart(one.float() / self._temperature, largest.to(outputs.device)))
+        # Tokens weigh the same, however long their inputs are.
+        return torch.cat(terms).mean()
+
+    def _apart(self, outputs: Tensor, largest: "_Largest") -> Tensor:
+        if self._several:
+            return divergence_of_labels(outputs[None], largest.values[None]) * self._temperature**2
+        if outputs.shape[-1] == 1:
+            return ((outputs - largest.values) * self._temperature).square()
+        log_p, p = largest.values, largest.values.exp()
+        log_outputs = outputs.log_softmax(-1).gather(-1, largest.places.long())
+        apart = (p * (log_p - log_outputs)).sum(-1)
+        if p.shape[-1] < outputs.shape[-1]:
+            rest, rest_of_outputs = (1 - x.sum(-1) for x in (p, log_outputs.exp()))
+            tiny = torch.finfo(torch.float32).eps
+            apart = apart + rest.clamp(min=tiny) * (rest.clamp(min=tiny).log() - rest_of_outputs.clamp(min=tiny).log())
+        return (apart * self._temperature**2).reshape(-1)
+
+
+@dataclass(frozen=True)
+class _Largest:
+    """The largest logits of an input: log-probabilities [..., k] and their places among all; or all logits, as they are."""
+
+    values: Tensor
+    places: Tensor
+
+    def to(self, device: torch.device) -> "_Largest":
+        return _Largest(self.values.to(device), self.places.to(device))
+
+
+def _real_places(inputs: dict[str, Tensor]) -> Tensor:
+    """True at real tokens, [B, L]."""
+    mask = inputs.get("attention_mask")
+    return torch.ones_like(inputs["input_ids"], dtype=torch.bool) if mask is None else mask.bool()
 
 
 def teacher_of(model: Any) -> Any:

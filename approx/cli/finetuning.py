@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _STAGE = Stage(
     "approx.finetuning.options.FinetuneStage",
     panels={
-        "Task": "task data settings text split limit length min_length pack",
+        "Task": "task data settings text split streaming limit length min_length pack",
         "Training": "budget time_budget steps epochs batch_size accumulate learning_rate mechanism_learning_rate warm_up "
         "schedule weight_decay dropout validation evaluate_every patience",
         "Modes": "keep_exact train projections joint match transfer distill lora penalty",

@@ -41,7 +41,7 @@ from approx.evaluation.evaluate import Subject, predict, prepare
 from approx.evaluation.quality import label_order
 from approx.evaluation.timing import available_bytes, peak_mb
 from approx.finetuning import divergence, trainer
-from approx.finetuning.options import FinetuneStage, allowed_loss
+from approx.finetuning.options import DEFAULTS, MOST_STEPS, FinetuneStage, allowed_loss
 from approx.finetuning.trainer import (
     MOST_VALIDATIONS,
     VALIDATING,
@@ -67,18 +67,9 @@ from approx.version import __version__
 from approx_kernels.dispatch import findings
 from approx_kernels.runtime.atomic_file import write_whole
 
-# Inputs per step, learning rate, and relative share of a time budget, by mode.
-_DEFAULTS = {
-    # What it does not need of its share goes to the next mode, and it needs little; without it the next gains little.
-    "transfer": (8, 2e-2, 3.0),
-    "distill": (16, 1e-4, 1.0),
-    "task": (32, 5e-5, 3.0),
-    "clm": (16, 2e-4, 3.0),
-    "mlm": (16, 1e-4, 3.0),
-}
 # Adapters and mechanisms' parameters tolerate higher rates than full matrices.
 _ADAPTERS_FASTER = _MECHANISMS_FASTER = 10.0
-_FEWEST_STEPS, _MOST_STEPS = 200, 2000
+_FEWEST_STEPS = 200
 # After these steps of transfer, more gained nothing on SQuAD: 640 inputs, 100,000 tokens. Short inputs take more of them.
 _TRANSFER_STEPS, _MOST_TRANSFER_STEPS, _TRANSFER_TOKENS = 80, 400, 100_000
 # After transfer there is little left to learn, and much to forget.
@@ -198,7 +189,7 @@ def prepare_training(
     phases: list[Phase] = []
     adapted: set[str] = set()
     chosen = [mode for mode in modes if mode != "lora"]
-    shares = {mode: _DEFAULTS[mode][2] for mode in chosen}
+    shares = {mode: DEFAULTS[mode][2] for mode in chosen}
     for number, mode in enumerate(chosen):
         if "lora" in modes[: modes.index(mode)]:
             adapted.add(mode)
@@ -272,7 +263,7 @@ def _most_divergent(model: Any, read: trainer.TrainingData, options: FinetuneSta
     if fitted:
         # Other inputs than those below, if there are so many.
         others = [*order[len(rows) :], *order]
-        size = _DEFAULTS["transfer"][0]
+        size = DEFAULTS["transfer"][0]
         batches = (
             inputs(others[step * size : (step + 1) * size] or rows[:size]) for step in range(_STEPS_BEFORE_COMPARING)
         )
@@ -301,7 +292,7 @@ def _fit_briefly(
     objective = Transfer(model, joint=False, match=options.match)
     before = {parameter: parameter.requires_grad for parameter in model.parameters()}
     named = dict(model.named_parameters())
-    rate = options.transfer.learning_rate or _DEFAULTS["transfer"][1]
+    rate = options.transfer.learning_rate or DEFAULTS["transfer"][1]
     optimizer = torch.optim.AdamW([named[name] for name in names], lr=rate, weight_decay=0.0)
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.2, total_iters=_STEPS_BEFORE_COMPARING // 2)
     try:
@@ -414,7 +405,7 @@ def _phase(
     gently: bool,
     adapted: bool,
 ) -> Phase:
-    batch_size, usual, _ = _DEFAULTS[mode]
+    batch_size, usual, _ = DEFAULTS[mode]
     batch_size = options.of(mode, "batch_size") or batch_size
     usual *= (_ADAPTERS_FASTER if adapted else 1.0) / (_SLOWER_AFTER_TRANSFER if gently else 1.0)
     rate = options.of(mode, "learning_rate") or usual
@@ -431,7 +422,7 @@ def _phase(
             steps = _STEPS_AFTER_TRANSFER
         else:
             # Enough steps for small data sets, and a bound for large ones.
-            steps = min(max(one_pass, _FEWEST_STEPS), _MOST_STEPS)
+            steps = min(max(one_pass, _FEWEST_STEPS), MOST_STEPS)
     objective: Objective
     if mode == "transfer":
         projections = _projections(model, sample) if options.projections else []

@@ -5,7 +5,20 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from approx.errors import ApproxError
 from approx.validation import Count, Duration, File, Model, checked, listed, seconds
+
+# Inputs per step, learning rate, and relative share of a time budget, by mode.
+DEFAULTS = {
+    # What it does not need of its share goes to the next mode, and it needs little; without it the next gains little.
+    "transfer": (8, 2e-2, 3.0),
+    "distill": (16, 1e-4, 1.0),
+    "task": (32, 5e-5, 3.0),
+    "clm": (16, 2e-4, 3.0),
+    "mlm": (16, 1e-4, 3.0),
+}
+# Most steps of a mode, unless more are asked for.
+MOST_STEPS = 2000
 
 Mode = Literal["transfer", "distill", "task", "clm", "mlm", "lora"]
 _BUDGET = re.compile(r"loss<=(\d+(?:\.\d+)?)")
@@ -103,6 +116,8 @@ class FinetuneStage(Model):
             task.
         split: Split to train on.
         settings: Settings of the task; `approx tasks NAME` lists them.
+        streaming: Read no more examples than the steps take, and those of a hub dataset while it downloads, without storing
+            it.
         limit: Use only this many examples, the first ones.
         length: Tokens of an input at most. Default: the positions of the model.
         min_length: Tokens of an input at least; short inputs may be exact and teach nothing.
@@ -150,6 +165,7 @@ class FinetuneStage(Model):
     text: Annotated[list[File] | None, BeforeValidator(lambda value: None if value is None else listed(value))] = None
     split: str = "train"
     settings: dict[str, Any] = Field(default_factory=dict)
+    streaming: bool = False
     limit: Count | None = None
     length: Annotated[int | None, Field(ge=8)] = None
     min_length: Count | None = None
@@ -187,6 +203,29 @@ class FinetuneStage(Model):
     def seconds(self) -> float | None:
         """The time budget in seconds."""
         return None if self.time_budget is None else seconds(self.time_budget)
+
+    @property
+    def most_examples(self) -> int | None:
+        """How many examples to read at most: the limit, and of a stream no more than the steps of a mode take.
+
+        Raises:
+            ApproxError: if passes over a stream were asked for.
+        """
+        if not self.streaming:
+            return self.limit
+        if self.epochs is not None:
+            raise ApproxError(
+                "--epochs counts passes over all examples, and --streaming reads only those that the steps take. Give "
+                "--steps instead."
+            )
+        modes = [mode for mode in self.recover or DEFAULTS if mode != "lora"]
+        taken = max(
+            (self.of(mode, "steps") or MOST_STEPS) * (self.of(mode, "batch_size") or DEFAULTS[mode][0])
+            for mode in modes
+        )
+        # A tenth of all is held out at most.
+        taken += min(self.validation, taken // 9 + 1)
+        return min(taken, self.limit or taken)
 
     def of(self, mode: str, setting: str) -> Any:
         """A setting of a mode: its own, or that of all modes; None for the default.

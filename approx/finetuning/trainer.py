@@ -1048,12 +1048,13 @@ def read_data(options: FinetuneStage, model: Any, processor: Any, *, labelled: b
         raise ApproxError(f"Training needs examples: give either a task (--task) or text files (--text); {found}.")
     limit = _limit(model, options.length)
     if options.text is not None:
-        task, split = _texts(options.text, language, limit or _USUAL_TOKENS)
+        task = _task_of_texts(language, limit or _USUAL_TOKENS)
     else:
         task = _task_of(options)
         if task.head.is_of(type(model)):
             task.adopt(model.config)
-        split = _split_of(task, options)
+    most = options.most_examples
+    split = _split_of(task, options, most)
     if labelled:
         task.check(model)
     elif task.input_name != model.main_input_name:
@@ -1063,7 +1064,13 @@ def read_data(options: FinetuneStage, model: Any, processor: Any, *, labelled: b
             Exit.UNSUPPORTED,
         )
     if options.pack:
-        split = _packed(task, split, processor, limit or _USUAL_TOKENS)
+        packed = _packed(task, split, processor, limit or _USUAL_TOKENS)
+        while options.streaming and options.limit is None and split.subset and most and len(packed.examples) < most:
+            # As many texts as fill the inputs that the steps take.
+            texts = math.ceil(1.05 * most * len(split.examples) / len(packed.examples))
+            split = _split_of(task, options, texts)
+            packed = _packed(task, split, processor, limit or _USUAL_TOKENS)
+        split = packed
     if options.min_length is not None:
         split = _long_enough(task, split, processor, limit, options.min_length)
     trained, held_out = _held_out(task, split, options.validation, options.seed)
@@ -1105,20 +1112,31 @@ def _task_of(options: FinetuneStage) -> Task:
     return task
 
 
-def _split_of(task: Task, options: FinetuneStage) -> Split:
-    return task.load(None if options.data is None else Path(options.data), options.split, options.limit)
+def _split_of(task: Task, options: FinetuneStage, most: int | None) -> Split:
+    """The first examples that the options name, at most so many."""
+    if options.text is None:
+        data = None if options.data is None else Path(options.data)
+        return task.load(data, options.split, most, streaming=options.streaming)
+    splits = [task.load(Path(file), None, most) for file in options.text]
+    examples = [example for split in splits for example in split.examples]
+    if options.streaming:
+        # Every stretch carries its text, which is tokenised whole.
+        last = {id(one.inputs.get("text")): one.inputs for one in examples}
+        cut = {number: one["text"][: one["end"]] for number, one in last.items() if "text" in one}
+        examples = [
+            replace(one, inputs={**one.inputs, "text": cut[id(one.inputs["text"])]}) if "text" in one.inputs else one
+            for one in examples
+        ]
+    subset = any(split.subset for split in splits) or (most is not None and most < len(examples))
+    return replace(splits[0], examples=examples[:most], subset=subset)
 
 
-def _texts(files: Sequence[str], language: str, length: int) -> tuple[Task, Split]:
+def _task_of_texts(language: str, length: int) -> Task:
     # A window of English has about four characters per token.
     stretch = 4 * length
-    task = (
-        open_task("mlm", window=length, stretch=stretch)
-        if language == "mlm"
-        else open_task("lm", window=length, stride=length - 1, stretch=stretch)
-    )
-    splits = [task.load(Path(file)) for file in files]
-    return task, replace(splits[0], examples=[example for split in splits for example in split.examples])
+    if language == "mlm":
+        return open_task("mlm", window=length, stretch=stretch)
+    return open_task("lm", window=length, stride=length - 1, stretch=stretch)
 
 
 # Of a model whose positions have no limit.
@@ -1232,14 +1250,15 @@ def digest_of(options: FinetuneStage) -> str:
     """
     if options.text is not None:
         return hashlib.sha256(b"".join(Path(file).read_bytes() for file in options.text)).hexdigest()
-    return _sha256(_split_of(_task_of(options), options).examples)
+    return _sha256(_split_of(_task_of(options), options, options.most_examples).examples)
 
 
 def overlap(options: FinetuneStage, evaluated: Sequence[Example]) -> int:
     """Count the evaluation examples that are also training examples."""
     if options.task is None:
         return 0
-    trained = {_example_hash(example) for example in _split_of(_task_of(options), options).examples}
+    split = _split_of(_task_of(options), options, options.most_examples)
+    trained = {_example_hash(example) for example in split.examples}
     return sum(_example_hash(example) in trained for example in evaluated)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import config as settings
 
 from approx.errors import ApproxError, Exit
 from approx.finetuning.options import FinetuneStage
@@ -500,3 +501,56 @@ def test_only_texts_are_joined_and_only_with_a_token_between_them(sst2, tmp_path
     options = FinetuneStage(text=[str(tmp_path / "t.jsonl")], length=8, pack=True)
     with pytest.raises(ApproxError, match="end token between texts, and this one has none"):
         read_data(options, tiny_gpt2(), tokenizer, labelled=True, language="clm")
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A dataset of 400 short texts for training, damaged behind them."""
+    monkeypatch.setattr(settings, "HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = [{"text": SHORT[row % len(SHORT)]} for row in range(400)]
+    (tmp_path / "1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "2.jsonl").write_text("no JSON\n" * 20)
+    files = "  - split: train\n    path: '*.jsonl'\n"
+    (tmp_path / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files:\n{files}---\n")
+    return f"hub:{tmp_path}"
+
+
+def streamed(data: str, **options: Any) -> Any:
+    stage = FinetuneStage(task="lm", data=data, streaming=True, recover=["distill"], batch_size=4, length=16, **options)
+    return read_data(stage, tiny_gpt2(), tiny_tokenizer(), labelled=False, language="clm")
+
+
+def test_a_stream_is_read_as_far_as_the_steps_take_it(hub):
+    made = streamed(hub, steps=9)
+    assert (len(made.split.examples), len(made.held_out.examples)) == (37, 4)
+    assert [example.inputs["text"] for example in made.split.examples[:3]] == SHORT[:3]
+    assert len(streamed(hub, steps=9, limit=20).split.examples) == 18
+    # Everything would be read otherwise.
+    with pytest.raises(ApproxError, match=r"download of .* failed"):
+        streamed(hub, steps=9000)
+    with pytest.raises(ApproxError, match=r"Give --steps instead\."):
+        streamed(hub, epochs=2)
+
+
+def test_more_texts_of_a_stream_are_read_where_they_are_joined(hub):
+    made = streamed(hub, steps=9, pack=True)
+    every = [*made.split.examples, *made.held_out.examples]
+    assert len(every) >= 41
+    assert made.tokens(0) > 8
+    assert 80 < sum(example.inputs["text"].count("[SEP]") for example in every) < 300
+
+
+def test_a_text_is_forgotten_behind_what_the_steps_take(tmp_path):
+    (tmp_path / "text.txt").write_text("the film is good " * 3000)
+    made = {}
+    for streaming in (True, False):
+        options = FinetuneStage(
+            text=[str(tmp_path / "text.txt")], recover=["clm"], steps=4, batch_size=5, length=16, streaming=streaming
+        )
+        made[streaming] = read_data(options, tiny_gpt2(), tiny_tokenizer(), labelled=True, language="clm")
+    short, whole = made[True], made[False]
+    assert len(short.split.examples) + len(short.held_out.examples) == 23
+    assert len(short.split.examples[0].inputs["text"]) < 23 * 70 < len(whole.split.examples[0].inputs["text"])
+    assert short.encodings == whole.encodings[: len(short.encodings)]
+    first = FinetuneStage(text=[str(tmp_path / "text.txt")], limit=30, length=16)
+    assert len(read_data(first, tiny_gpt2(), tiny_tokenizer(), labelled=True, language="clm").split.examples) == 27

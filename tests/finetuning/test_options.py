@@ -58,6 +58,7 @@ def test_defaults_are_as_documented():
     assert FinetuneStage().model_dump(exclude_none=True) == {
         "split": "train",
         "settings": {},
+        "streaming": False,
         "pack": False,
         "accumulate": 1,
         "schedule": "cosine",
@@ -112,3 +113,21 @@ def test_values_out_of_bounds_are_refused(wrong):
 def test_a_single_mode_or_text_is_a_list_of_one():
     stage = FinetuneStage.model_validate({"recover": "task", "text": "a.txt"})
     assert (stage.recover, stage.text) == (["task"], ["a.txt"])
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [
+        ({"limit": 7}, 7),
+        ({"epochs": 2}, None),
+        # 2,000 steps of 32 inputs, and 500 for validation.
+        ({"streaming": True}, 64_500),
+        ({"streaming": True, "recover": ["transfer", "distill"], "steps": 10}, 160 + 18),
+        ({"streaming": True, "recover": ["lora", "clm"], "steps": 10, "batch_size": 9}, 90 + 11),
+        ({"streaming": True, "recover": ["distill"], "distill": {"steps": 5, "batch_size": 9}}, 45 + 6),
+        ({"streaming": True, "recover": ["clm"], "steps": 10, "validation": 3}, 163),
+        ({"streaming": True, "recover": ["clm"], "steps": 10, "limit": 100}, 100),
+    ],
+)
+def test_a_stream_is_read_as_far_as_the_longest_mode_goes(options, most):
+    assert FinetuneStage(**options).most_examples == most

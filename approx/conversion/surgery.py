@@ -83,8 +83,7 @@ def _may_ask(rule: Rule) -> bool:
     kind = MECHANISMS.get(rule.mechanism)
     return (
         kind is not None
-        and kind.defaults().get("global_tokens") == "auto"
-        and rule.settings.get("global_tokens", "auto") == "auto"
+        and rule.settings.get("global_tokens", kind.defaults().get("global_tokens")) == "auto"
         and rule.settings.get("gate") is not False
     )
 

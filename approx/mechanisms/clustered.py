@@ -4,15 +4,18 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from approx.mechanisms.mechanism import Mechanism, checked, seed_number, true_or_false, whole_number
+from approx.mechanisms.exact_part import ExactPart
+from approx.mechanisms.mechanism import checked, seed_number, true_or_false, whole_number
 from approx_kernels.ops.clustered.api import (
     MOST_DEFAULT_CLUSTERS,
     Clusters,
     causal_clustered_attention,
     clustered_attention,
+    clustered_parts,
     default_clusters,
 )
 from approx_kernels.ops.clustering.api import draw_centroids, draw_planes, fit_centroids
+from approx_kernels.ops.near_keys.api import Part
 from approx_kernels.tokens import sharing
 
 # Fewest k-means iterations for frozen centroids, which are fitted only once.
@@ -31,7 +34,7 @@ def _number_or_rule(clusters: Any) -> Clusters:
     return checked("clusters", clusters, rule, "a whole number of at least 1, auto or null")
 
 
-class ClusteredAttention(Mechanism):
+class ClusteredAttention(ExactPart):
     """Attend with the mean query of each of C clusters, in O(n C D).
 
     Queries are hashed to sign bits and grouped by k-means in Hamming space; all members of a cluster receive the
@@ -60,9 +63,14 @@ class ClusteredAttention(Mechanism):
             distance rather than the angle.
         frozen: Whether `calibrate` fits the centroids once; until then they are random.
         chunk: Real tokens of a chunk of the causal form; more is closer to exact. Between 64 and 512 the time
-            on a CPU hardly changes: longer chunks cost more themselves but carry fewer rows from one to the next.
+            on a CPU hardly changes: longer chunks cost more themselves but carry fewer rows from one to the next. With a
+            window there are no chunks.
         seed: Seed of the hash planes and draws, or of the centroids before and during fitting; all are buffers
             and saved with the checkpoint.
+        window: Nearest keys that a softmax weighs, see `ExactPart`; 0 for none, None for 64 with `causal` and 32 without.
+        sinks: First real tokens that every query sees exactly, with `causal` only beside a window, see `ExactPart`.
+        global_tokens: More tokens that every query sees exactly, without `causal`, see `ExactPart`.
+        separator: Id of the separator token, where global tokens are chosen by content; conversion fills it in.
 
     Raises:
         ApproxError: if a setting is wrong.
@@ -76,8 +84,10 @@ class ClusteredAttention(Mechanism):
     examples: ClassVar[dict[str, dict[str, Any]]] = {
         "": {"clusters": 4, "iterations": 3, "chunk": 4},
         "frozen": {"clusters": 4, "frozen": True},
+        "window": {"clusters": 4, "iterations": 3, "window": 4, "sinks": 2},
     }
     published: ClassVar[dict[str, Any]] = {"clusters": None}
+    earlier: ClassVar[dict[str, Any]] = {"window": 0, "sinks": 0, "global_tokens": "none", "separator": None}
     timed: ClassVar[dict[Literal["bidirectional", "causal"], tuple[dict[str, Any], ...]]] = {
         "bidirectional": ({"iterations": 3}, {"iterations": 10})
     }
@@ -85,7 +95,9 @@ class ClusteredAttention(Mechanism):
     searched: ClassVar[Literal["always", "healed", "named"]] = "always"
     colour: ClassVar[str | None] = "#22a08b"
     source: ClassVar[str] = "Vyas et al. 2020, Fast Transformers with Clustered Attention, arXiv 2007.04825"
-    exact_when: ClassVar[str] = "clusters, or chunk where causal, >= the number of real tokens of the sample."
+    exact_when: ClassVar[str] = (
+        "clusters, or chunk where causal, >= the number of real tokens of the sample; or window >= the length of the sequence."
+    )
 
     topk: int | None = None
     # An instance has either the first two, for clusters of the current queries, or the last two, for frozen ones.
@@ -108,8 +120,13 @@ class ClusteredAttention(Mechanism):
         frozen: bool = False,
         chunk: int = 256,
         seed: int = 0,
+        window: int | None = 0,
+        sinks: int = 0,
+        global_tokens: str | list[int] = "none",
+        separator: int | None = None,
     ) -> None:
-        super().__init__(heads, head_dim, causal=causal, scale=scale)
+        exact = {"window": window, "sinks": sinks, "global_tokens": global_tokens, "separator": separator}
+        super().__init__(heads, head_dim, causal=causal, scale=scale, **exact)
         self.clusters: Clusters = _number_or_rule(clusters)
         self.bits = whole_number("bits", bits, 1, 63)
         self.iterations = whole_number("iterations", iterations, 1)
@@ -119,17 +136,31 @@ class ClusteredAttention(Mechanism):
         self.seed = seed_number(seed)
         for name, drawn in self._draw().items():
             self.register_buffer(name, drawn)
+        self.joins()
 
     @property
     def needs_calibration(self) -> bool:
         """Whether the centroids are fitted once: when frozen or causal."""
         return self.frozen or self.causal
 
-    def calibrate(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> None:
-        """Fit each head's centroids to its real queries in a batch.
+    @property
+    def takes_calibration(self) -> bool:
+        """Whether centroids are fitted, or the factor of the keys that are not exact."""
+        return self.needs_calibration or self.has_exact_part
+
+    def calibrate(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, *, tokens: Tensor | None = None
+    ) -> None:
+        """Fit each head's centroids to its real queries in a batch, and the factor of the keys that are not exact.
 
         Args: as for `forward`.
         """
+        if self.needs_calibration:
+            self._fit_centroids(q, k, key_mask)
+        if self.has_exact_part:
+            self.fit_weight(q, k, v, key_mask, tokens)
+
+    def _fit_centroids(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> None:
         # Copying shared keys for each query head is cheap enough here, since it runs once.
         real = [x.transpose(1, 2).flatten(0, 1) for x in (q, k.repeat_interleave(sharing(q, k), 1))]
         if key_mask is not None:
@@ -157,9 +188,21 @@ class ClusteredAttention(Mechanism):
         return dict(zip(("planes", "draws"), drawn, strict=True))
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, *, dropout: float = 0.0
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None = None,
+        *,
+        dropout: float = 0.0,
+        tokens: Tensor | None = None,
     ) -> Tensor:
-        """Attend; dropout acts on shared weights and on a query's own. Padded queries receive 0."""
+        """Attend; dropout acts on shared weights and on a query's own. Padded queries receive 0, but not with exact keys.
+
+        `tokens` are the token ids of the keys, [B, S], read where global tokens are chosen by content.
+        """
+        if self.has_exact_part:
+            return self.attend_joined(q, k, v, key_mask, tokens, dropout)
         state = dict(self.named_buffers())
         shared = {"topk": self.topk, "scale": self.scale, "dropout": dropout}
         if self.causal:
@@ -168,6 +211,16 @@ class ClusteredAttention(Mechanism):
         count = self._most() if self.frozen else self.clusters
         return clustered_attention(q, k, v, key_mask, clusters=count, iterations=self.iterations, **state, **shared)
 
+    def near_and_far(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, tokens: Tensor | None, weight: Tensor
+    ) -> tuple[Part, Part]:
+        """What `attend_joined` joins."""
+        state = {name: x for name, x in self.named_buffers() if name != "far_weight"}
+        count = self._most() if self.frozen else self.clusters
+        exactly = self.exactly(k, key_mask, tokens)
+        how = {**state, "clusters": count, "iterations": self.iterations}
+        return clustered_parts(q, k, v, key_mask, exactly=exactly, weight=weight, **how)
+
     @classmethod
     def exact_settings(cls, length: int) -> dict[str, Any]:
         """One cluster per query, and one chunk for the whole sequence."""
@@ -175,6 +228,9 @@ class ClusteredAttention(Mechanism):
 
     def approximates_from(self) -> int:
         """One token more than the clusters, `topk` or a chunk hold; a single key with a shared weight stays exact."""
+        if self.has_exact_part:
+            # A tangent of the mass of a single key is exact.
+            return max(0 if self.causal else self._clusters(1) + 1, super().approximates_from() + 1)
         if self.causal:
             chunk = max(self.chunk, (self.topk or 0) + 1)
             return chunk * (1 if chunk - (self.topk or 0) > 1 else 2) + 1
@@ -184,6 +240,8 @@ class ClusteredAttention(Mechanism):
         """Every pair, or where causal those outside the chunks: also keys that queries weigh themselves share a mass."""
         if length < self.approximates_from():
             return 0.0
+        if self.has_exact_part:
+            return super().approximated_pairs(length)
         if not self.causal:
             return 1.0
         chunk = max(self.chunk, (self.topk or 0) + 1)
@@ -193,6 +251,8 @@ class ClusteredAttention(Mechanism):
     def flops(self, length: int) -> int:
         """Hashes, distances of all iterations, attention of the mean queries, and each query's own weights."""
         clusters, size, topk = self._clusters(length), self.head_dim, min(self.topk or 0, length)
+        if self.has_exact_part:
+            return self._joined_flops(length)
         if self.causal:
             # Each centroid sums a mean key as well as a mean value.
             past = 0 if length <= self.chunk else 8 * clusters + 4 * topk
@@ -203,9 +263,28 @@ class ClusteredAttention(Mechanism):
         lloyd = 0 if self.frozen else self.iterations * clusters * (self.bits + 1)
         return self.heads * length * (2 * (choosing * size + lloyd) + 4 * (clusters + topk) * size)
 
+    def _joined_flops(self, length: int) -> int:
+        """Exact keys; and for the others choosing clusters, sums of blocks of 64 keys under each row, those that queries
+        take, and single keys of the blocks that a window touches.
+        """
+        clusters, size = self._clusters(length), self.head_dim
+        if length <= clusters and not self.causal:
+            clusters = length
+        choosing = clusters if self.needs_calibration else self.bits + 1
+        lloyd = 0 if self.needs_calibration else self.iterations * clusters * (self.bits + 1)
+        blocks = -(-length // 64)
+        strip = min(64 * (1 + -(-self.window // 64) * (1 if self.causal else 2)), length) if self.window else 0
+        taken = blocks * clusters * 4 * size / (64 if strip else length)
+        per_query = (
+            2 * (choosing * size + lloyd) + 6 * size * (clusters + strip) + taken + 4 * size * self.near_pairs(length)
+        )
+        return round(self.heads * length * per_query)
+
     def memory(self, length: int) -> int:
         """Scores, weights and remainder of the centroids, or the clustering, with all heads at once."""
         clusters = self._clusters(length)
+        if self.has_exact_part:
+            return self._joined_memory(length)
         if self.causal:
             return (
                 4 * self.heads * length * (3 * min(self.chunk, length) + (4 * clusters if length > self.chunk else 0))
@@ -214,6 +293,14 @@ class ClusteredAttention(Mechanism):
             return 4 * self.heads * length
         clustering = clusters + (0 if self.frozen else self.bits + 1)
         return 4 * self.heads * length * max(clustering, 3 * clusters if self.topk else 0)
+
+    def _joined_memory(self, length: int) -> int:
+        """Scores and weights of rows, the sums that each takes, and scores and weights of keys in reach of a window."""
+        clusters, blocks = min(self._clusters(length), length), -(-length // 64)
+        strip = min(64 * (1 + -(-self.window // 64) * (1 if self.causal else 2)), length) if self.window else 0
+        sums = 4 * self.head_dim * clusters * blocks + 2 * clusters * blocks * (blocks if strip else 1)
+        rows = 2 * clusters * length + sums
+        return 4 * self.heads * (rows + length * (2 * (strip + self.near_pairs(length)) + 8 * self.head_dim))
 
     def _clusters(self, length: int) -> int:
         """Clusters of a sample."""
@@ -275,6 +362,7 @@ class ImprovedClusteredAttention(ClusteredAttention):
         "": {"clusters": 4, "topk": 5, "iterations": 3, "chunk": 4},
         "frozen": {"clusters": 4, "topk": 5, "frozen": True},
     }
+    earlier: ClassVar[dict[str, Any]] = {}
     colour: ClassVar[str | None] = "#2f7fd6"
 
     exact_when: ClassVar[str] = (

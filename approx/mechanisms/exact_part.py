@@ -7,8 +7,10 @@ from torch import Tensor
 
 from approx.errors import ApproxError, Exit, shown
 from approx.mechanisms.mechanism import BY_CONTENT, Mechanism, chosen_by_content, positions_of, whole_number
-from approx_kernels.ops.exact_part.api import Exactly, first_keys
-from approx_kernels.ops.exact_part.reference import Part, joined
+from approx_kernels.ops.exact.api import exact_attention
+from approx_kernels.ops.near_keys.api import Exactly, Part, first_keys, joined
+from approx_kernels.ops.near_keys.reference import lowest
+from approx_kernels.tokens import check_shapes, drop_keys
 
 # Values of `global_tokens` that choose no token; conversion replaces `auto`.
 NONE = ("auto", "none")
@@ -40,6 +42,9 @@ class ExactPart(Mechanism, abstract=True):
     Raises:
         ApproxError: if a setting is wrong.
     """
+
+    # Logarithms of the factors of heads' far parts; where `joins` keeps them.
+    far_weight: Tensor
 
     def __init__(
         self,
@@ -90,6 +95,43 @@ class ExactPart(Mechanism, abstract=True):
             more = more if key_mask is None else more & key_mask
         chosen = more if chosen is None else chosen if more is None else chosen | more
         return Exactly(self.causal, self.window, chosen, self.scale)
+
+    def joins(self) -> None:
+        """Keep the factor of what the exact keys are joined with, of each head, and refuse a causal form without a window.
+
+        Raises:
+            ApproxError: if a causal query would not see its own key.
+        """
+        if not self.has_exact_part:
+            return
+        if self.causal and not self.window:
+            raise ApproxError(
+                f"Setting 'sinks' is {self.sinks} and 'window' 0, but where this mechanism has exact keys and is causal, a "
+                "query sees itself in its window. Say with 'window' how many of the last keys are exact."
+            )
+        self.register_buffer("far_weight", torch.zeros(self.heads, device="cpu"))
+
+    def near_and_far(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, tokens: Tensor | None, weight: Tensor
+    ) -> tuple[Part, Part]:
+        """What `attend_joined` joins; `weight` is the logarithm of each head's factor of the far part, [H]."""
+        raise NotImplementedError
+
+    def attend_joined(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, tokens: Tensor | None, dropout: float
+    ) -> Tensor:
+        """The near and the far part under one normaliser; dropout drops whole keys in the numerator."""
+        check_shapes(q, k, v, key_mask)
+        v = drop_keys(v, dropout)
+        return joined(self.near_and_far(q, k, v, key_mask, tokens, self.far_weight)).to(q.dtype)
+
+    def fit_weight(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, tokens: Tensor | None) -> None:
+        """Fit the factor of each head's far part that brings outputs closest to exact ones; 0 is possible."""
+        near, far = self.near_and_far(q, k, v, key_mask, tokens, torch.zeros_like(self.far_weight))
+        if (far.log > lowest(far.log.dtype) / 2).any():
+            real = None if key_mask is None or q.shape[2] != k.shape[2] else key_mask
+            exact = exact_attention(q, k, v, key_mask, causal=self.causal, scale=self.scale).to(near.out.dtype)
+            self.far_weight.copy_(best_factor(exact, near, [far], real)[0])
 
     @classmethod
     def exact_settings(cls, length: int) -> dict[str, Any]:

@@ -6,14 +6,17 @@ import torch
 from torch import Tensor
 
 from approx.errors import ApproxError, Exit
-from approx.mechanisms.mechanism import Mechanism, one_of, power_of_two, seed_number, true_or_false, whole_number
-from approx_kernels.ops.lsh.api import VARIANTS, draw_projections, lsh_attention
+from approx.mechanisms.exact_part import ExactPart
+from approx.mechanisms.mechanism import one_of, power_of_two, seed_number, true_or_false, whole_number
+from approx_kernels.ops.exact.api import exact_attention
+from approx_kernels.ops.lsh.api import VARIANTS, draw_projections, is_exact, lsh_attention, lsh_parts
+from approx_kernels.ops.near_keys.api import Part
 
 # Most rounds at which deduplication adds under 10% to the time, for the variants where that is possible.
 _CHEAP_ROUNDS = 4
 
 
-class LshAttention(Mechanism):
+class LshAttention(ExactPart):
     """Softmax attention of each query over the keys that rounds of hashing place near it, in O(rounds n cluster D).
 
     `asymmetric` keeps the queries and keys of the checkpoint, sorts both by random projections and cuts them into
@@ -40,7 +43,12 @@ class LshAttention(Mechanism):
             shared keys and in the causal form at up to 4 rounds, where it adds under 10% to the time and lowers the
             error by 17% to 20%. It means false at more rounds, where it adds up to 25%, and in the bidirectional
             asymmetric form, where it adds 20% to 33%, halves the error on a few hundred tokens and hardly changes it on
-            thousands.
+            thousands. With exact keys a pair always counts once.
+        window: Nearest keys that every query sees, of the asymmetric variant, see `ExactPart`; 0 for none, None for 64 with
+            `causal` and 32 without.
+        sinks: First real tokens that every query sees, with `causal` only beside a window, see `ExactPart`.
+        global_tokens: More tokens that every query sees, without `causal`, see `ExactPart`.
+        separator: Id of the separator token, where global tokens are chosen by content; conversion fills it in.
 
     Raises:
         ApproxError: if a setting is wrong.
@@ -55,10 +63,19 @@ class LshAttention(Mechanism):
         "": {"rounds": 3, "cluster": 4},
         "dedup": {"rounds": 3, "cluster": 4, "dedup": True},
         "shared": {"rounds": 3, "cluster": 4, "variant": "shared"},
+        "window": {"rounds": 3, "cluster": 4, "window": 4, "sinks": 2},
     }
     source: ClassVar[str] = "Daras et al. 2020, SMYRF, arXiv 2010.05315; Kitaev et al. 2020, Reformer, arXiv 2001.04451"
-    exact_when: ClassVar[str] = "variant = asymmetric, with cluster >= the number of real tokens of the sample."
-    earlier: ClassVar[dict[str, Any]] = {"buckets": 1}
+    exact_when: ClassVar[str] = (
+        "variant = asymmetric, with cluster >= the number of real tokens of the sample, or window >= the length of the sequence."
+    )
+    earlier: ClassVar[dict[str, Any]] = {
+        "buckets": 1,
+        "window": 0,
+        "sinks": 0,
+        "global_tokens": "none",
+        "separator": None,
+    }
 
     projections: Tensor
 
@@ -75,8 +92,13 @@ class LshAttention(Mechanism):
         buckets: int = 4,
         seed: int = 0,
         dedup: bool | None = None,
+        window: int | None = 0,
+        sinks: int = 0,
+        global_tokens: str | list[int] = "none",
+        separator: int | None = None,
     ) -> None:
-        super().__init__(heads, head_dim, causal=causal, scale=scale)
+        exact = {"window": window, "sinks": sinks, "global_tokens": global_tokens, "separator": separator}
+        super().__init__(heads, head_dim, causal=causal, scale=scale, **exact)
         self.variant = one_of("variant", variant, VARIANTS)
         self.rounds = whole_number("rounds", rounds, 1)
         self.cluster = whole_number("cluster", cluster, 1)
@@ -84,6 +106,14 @@ class LshAttention(Mechanism):
         self.seed = seed_number(seed)
         self.dedup = None if dedup is None else true_or_false("dedup", dedup)
         self.register_buffer("projections", self._draw())
+        self.joins()
+        wrong = "'variant' is 'shared', which replaces the keys" if self.variant == "shared" else None
+        wrong = "'dedup' is false, and a pair counts once with them" if dedup is False else wrong
+        if self.has_exact_part and wrong:
+            raise ApproxError(
+                f"Settings 'window', 'sinks' and 'global_tokens' choose exact keys, but {wrong}. Change one of them.",
+                Exit.UNSUPPORTED,
+            )
 
     @torch.no_grad()
     def redraw(self, seed: int) -> None:
@@ -110,6 +140,20 @@ class LshAttention(Mechanism):
             "learned: the model is useless until it is fine-tuned. Variant 'asymmetric' keeps them."
         )
 
+    @property
+    def takes_calibration(self) -> bool:
+        """Whether the factor of the keys that are not exact is fitted."""
+        return self.has_exact_part
+
+    def calibrate(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, *, tokens: Tensor | None = None
+    ) -> None:
+        """Fit the factor of the keys that are not exact.
+
+        Args: as for `forward`.
+        """
+        self.fit_weight(q, k, v, key_mask, tokens)
+
     def forward(
         self,
         q: Tensor,
@@ -118,9 +162,13 @@ class LshAttention(Mechanism):
         key_mask: Tensor | None = None,
         *,
         dropout: float = 0.0,
+        tokens: Tensor | None = None,
         notes: dict[str, Tensor] | None = None,
     ) -> Tensor:
-        """Attend; dropout acts on the weights of each round. Padded queries receive 0. `notes` store hashes of keys.
+        """Attend; dropout acts on the weights of each round. Padded queries receive 0, but not with exact keys.
+
+        `tokens` are the token ids of the keys, [B, S], read where global tokens are chosen by content; `notes` store hashes
+        of keys.
 
         Raises:
             ApproxError: if the numbers of queries and keys differ in the shared variant, as with a cache.
@@ -133,6 +181,11 @@ class LshAttention(Mechanism):
                 "variant 'asymmetric'.",
                 Exit.UNSUPPORTED,
             )
+        if self.has_exact_part:
+            form = {"variant": self.variant, "cluster": self.cluster, "causal": self.causal}
+            if q.ndim == k.ndim == 4 and is_exact(q.shape[2], k.shape[2], **form):
+                return exact_attention(q, k, v, key_mask, causal=self.causal, scale=self.scale, dropout=dropout)
+            return self.attend_joined(q, k, v, key_mask, tokens, dropout)
         return lsh_attention(
             q,
             k,
@@ -149,6 +202,13 @@ class LshAttention(Mechanism):
             notes=notes,
         )
 
+    def near_and_far(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, tokens: Tensor | None, weight: Tensor
+    ) -> tuple[Part, Part]:
+        """What `attend_joined` joins."""
+        how = {"projections": self.projections, "cluster": self.cluster}
+        return lsh_parts(q, k, v, key_mask, exactly=self.exactly(k, key_mask, tokens), weight=weight, **how)
+
     @classmethod
     def exact_settings(cls, length: int) -> dict[str, Any]:
         """All tokens in one cluster."""
@@ -156,27 +216,34 @@ class LshAttention(Mechanism):
 
     def approximates_from(self) -> int:
         """One token more than fit into a cluster; shared queries and keys differ from two tokens on."""
-        return 2 if self.variant == "shared" else self.cluster * (2 if self.causal else 1) + 1
+        fewest = 2 if self.variant == "shared" else self.cluster * (2 if self.causal else 1) + 1
+        return max(fewest, super().approximates_from()) if self.has_exact_part else fewest
 
     def approximated_pairs(self, length: int) -> float:
         """The pairs that fall into no common bucket, at least: rounds may find the same ones. Shared queries differ everywhere."""
         if self.variant == "shared":
             return float(length >= 2)
-        return 0.0 if self._all_together(length) else max(0.0, 1 - self.rounds * self._width(length) / length)
+        if self._all_together(length):
+            return 0.0
+        far = super().approximated_pairs(length) if self.has_exact_part else 1.0
+        return far * max(0.0, 1 - self.rounds * self._width(length) / length)
 
     def flops(self, length: int) -> int:
         """Hashes, and two products over the keys of each query, in every round."""
         if self._all_together(length):
             return 4 * self.heads * length * length * self.head_dim
         hashing = 2 * length * self.head_dim * self.projections.shape[2] * (1 if self.variant == "shared" else 2)
-        return self.heads * self.rounds * (hashing + 4 * length * self._width(length) * self.head_dim)
+        near = 4 * length * self.near_pairs(length) * self.head_dim if self.has_exact_part else 0
+        return self.heads * (near + self.rounds * (hashing + 4 * length * self._width(length) * self.head_dim))
 
     def memory(self, length: int) -> int:
         """Queries and outputs of all tokens, before and after merging a round, and the allowed pairs of every round."""
         if self._all_together(length):
             return 4 * self.heads * length
         plan = self.rounds * (160 if self.causal else 100 if self.variant == "shared" else 56)
-        return self.heads * length * (16 * self.head_dim + plan)
+        # Queries, keys and values in at least float32, and the outputs of both parts.
+        parts = 20 * self.head_dim if self.has_exact_part else 0
+        return self.heads * length * (16 * self.head_dim + plan + parts)
 
     def _all_together(self, length: int) -> bool:
         return self.variant == "asymmetric" and length <= self.cluster * (2 if self.causal else 1)

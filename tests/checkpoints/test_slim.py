@@ -32,8 +32,8 @@ from zoo import difference, tiny
 ROOT = Path(__file__).resolve().parents[2]
 HEADS = ("BertForSequenceClassification", "GPT2LMHeadModel", "LlamaForCausalLM", "Wav2Vec2ForCTC")
 MOST_FILES, MOST_LINES = 14, 4000
-# Mechanisms with exact keys have two more, and the estimates of either.
-WITH_EXACT_KEYS = {"linear", "performer"}
+# Mechanisms with exact keys have three more, and those with features the estimates of either.
+WITH_EXACT_KEYS = {"linear", "performer", "clustered", "improved-clustered", "lsh"}
 
 
 def write(folder, architecture, *mechanisms):
@@ -79,14 +79,14 @@ def imported(text: str) -> set[str]:
 def test_code_of_one_mechanism_is_fourteen_files_at_most(name, written):
     lines = {path.name: len(path.read_text("utf-8").splitlines()) for path in written[name]}
     more = name.split()[0] in WITH_EXACT_KEYS
-    assert len(lines) <= MOST_FILES + 2 * more, sorted(lines)
-    assert sum(lines.values()) <= MOST_LINES + 900 * more, lines
+    assert len(lines) <= MOST_FILES + 3 * more, sorted(lines)
+    assert sum(lines.values()) <= MOST_LINES + 1000 * more, lines
 
 
 def test_second_mechanism_adds_few_files(written):
     # The file of the mechanism, that of its op, and one that the op needs.
     assert len(written["pair"]) <= MOST_FILES + 3
-    assert sum(len(path.read_text("utf-8").splitlines()) for path in written["pair"]) <= MOST_LINES
+    assert sum(len(path.read_text("utf-8").splitlines()) for path in written["pair"]) <= MOST_LINES + 1000
 
 
 def test_files_are_copies_but_for_their_imports(written):

@@ -277,6 +277,14 @@ def test_a_mechanism_added_at_run_time_is_not_saved(name, tmp_path, monkeypatch)
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("mechanism", ["linear", "clustered", "lsh"])
+def test_auto_keeps_the_question_exact_where_a_model_answers_questions(mechanism):
+    for architecture, found in (("BertForQuestionAnswering", "question"), ("BertForSequenceClassification", "auto")):
+        model = tiny(architecture, sep_token_id=2)
+        receipt = surgery.convert(model, Plan.of(mechanism, window=2, global_tokens="auto"))
+        assert {part.settings["global_tokens"] for part in receipt.swapped} == {found}
+
+
 @pytest.mark.parametrize(
     ("architecture", "mechanism", "settings", "warned"),
     [

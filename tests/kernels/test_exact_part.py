@@ -10,18 +10,16 @@ from hypothesis import strategies as st
 from approx_kernels.dispatch.implementation import chosen as run_by
 from approx_kernels.dispatch.implementation import implementation
 from approx_kernels.ops.exact_part.api import (
-    Exactly,
     LinearFar,
     PerformerFar,
-    first_keys,
     linear_and_exact,
     linear_and_exact_decode,
     performer_and_exact,
     performer_and_exact_decode,
 )
-from approx_kernels.ops.exact_part.cpu import near_lists
-from approx_kernels.ops.exact_part.reference import near_keys, reach
 from approx_kernels.ops.linear.reference import features
+from approx_kernels.ops.near_keys.cpu import near_lists
+from approx_kernels.ops.near_keys.reference import Exactly, first_keys, near_keys, reach
 from approx_kernels.ops.performer.api import draw_projection
 from c_sources import needs_compiler
 from closeness import assert_close

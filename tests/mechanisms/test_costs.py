@@ -51,6 +51,14 @@ KEYS = [
     ("clustered", False, {"clusters": 10, "bits": 31, "iterations": 3}, 32 / 2 + 3 * 10 * 32 / 16 + 10),
     ("improved-clustered", False, {"clusters": 10, "bits": 15, "iterations": 1, "topk": 5}, 16 / 2 + 10 * 16 / 16 + 15),
     ("clustered", False, {"clusters": 10, "frozen": True}, 10 / 2 + 10),
+    # Of far keys the mean is computed too, half a pair more; 16 pairs of blocks of queries and keys join the sums of rows.
+    (
+        "clustered",
+        False,
+        {"clusters": 8, "frozen": True, "window": 10},
+        4 + 1.5 * (8 + 3 * 64) + 16 * 8 / 256 + 64 + 20,
+    ),
+    ("clustered", True, {"clusters": 8, "window": 10, "sinks": 2}, 4 + 1.5 * (8 + 2 * 64) + 16 * 8 / 256 + 64 + 10 + 2),
     ("improved-clustered", False, {"frozen": True, "topk": 5}, 100 / 2 + 100 + 5),
     ("clustered", True, {"clusters": 10, "chunk": 64}, 2 * 10 + 64),
     ("improved-clustered", True, {"clusters": 10, "chunk": 64, "topk": 5}, 2 * 10 + 5 + 64),
@@ -69,6 +77,7 @@ KEYS = [
     ("lsh", True, {"cluster": 128}, 256),
     ("lsh", False, {"cluster": 16, "rounds": 3}, 3 * (1 + 16)),
     ("lsh", True, {"cluster": 16, "rounds": 3}, 3 * (16 + 2 * 16)),
+    ("lsh", False, {"cluster": 16, "rounds": 3, "window": 10, "sinks": 2}, 3 * (1 + 16) + 64 + 20 + 2),
     ("lsh", False, {"cluster": 16, "rounds": 3, "variant": "shared"}, 3 * (64 / 2 + 2 * 16)),
     ("adaptive-span", False, {"max_span": 20, "ramp": 12}, 64 + 2 * 64),
     ("adaptive-span", True, {"max_span": 60, "ramp": 12}, 64 + 128),

@@ -10,7 +10,12 @@ from approx_kernels.ops.clustered.causal_cpu import causal_samples_in_c
 from approx_kernels.ops.clustered.causal_cpu import obstacle as causal_obstacle
 from approx_kernels.ops.clustered.cpu import clustered_batch
 from approx_kernels.ops.clustered.cpu import obstacle as cpu_obstacle
-from approx_kernels.ops.clustered.reference import MOST_DEFAULT_CLUSTERS, Clusters, default_clusters
+from approx_kernels.ops.clustered.reference import (
+    MOST_DEFAULT_CLUSTERS,
+    Clusters,
+    clustered_parts,
+    default_clusters,
+)
 from approx_kernels.ops.clustered.reference import causal_clustered_attention as plain_causal_attention
 from approx_kernels.ops.clustered.reference import clustered_attention as plain_attention
 from approx_kernels.ops.clustered.triton import clustered_on_gpu
@@ -33,6 +38,7 @@ __all__ = [
     "Clusters",
     "causal_clustered_attention",
     "clustered_attention",
+    "clustered_parts",
     "default_clusters",
 ]
 

@@ -11,8 +11,10 @@ from torch.nn import functional as F
 from approx_kernels.ops.clustering.api import cluster_queries, nearest_centroids
 from approx_kernels.ops.clustering.reference import flat_index, mean_queries
 from approx_kernels.ops.exact.api import exact_attention
+from approx_kernels.ops.near_keys.api import Exactly, Part, joined, near_keys
+from approx_kernels.ops.near_keys.reference import far_mask, lowest, parts_in_turns, reach
 from approx_kernels.runtime.pytorch import without_autocast, without_functions
-from approx_kernels.tokens import attend_to_nothing, in_turns, without_padding
+from approx_kernels.tokens import attend_to_nothing, blank_padding, check_part, in_turns, without_padding
 
 # Number of clusters: as given, or by a rule of the length. `auto` takes a share of the real queries of a sample, None the
 # least up to `SHORT` real queries and the most beyond.
@@ -473,3 +475,183 @@ def _blocks(index: Tensor, k: Tensor, v: Tensor) -> list[slice]:
 
 def _gather(x: Tensor, index: Tensor) -> Tensor:
     return x.index_select(0, index.flatten()).view(*index.shape, -1)
+
+
+# Keys of a block, whose sums each row of weights has.
+_SUMMED = 64
+
+
+def clustered_parts(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None = None,
+    *,
+    exactly: Exactly,
+    weight: Tensor,
+    planes: Tensor | None = None,
+    draws: Tensor | None = None,
+    centroids: Tensor | None = None,
+    selectors: Tensor | None = None,
+    clusters: Clusters,
+    iterations: int,
+) -> tuple[Part, Part]:
+    """Softmax attention to near keys, and attention of each query's cluster to all others, to join under one normaliser.
+
+    All queries of a cluster weigh far keys as its mean query does, in O(n C D); the causal form takes fixed centroids in
+    place of means. The logarithm of the mass of far keys has the mean query's derivative at the query: a tangent.
+
+    Source: the clusters are those of Vyas, Katharopoulos, Fleuret, 2020, arXiv 2007.04825; departs from it in the near keys
+    and in the mass.
+
+    Args: as for `clustered_attention`, and `causal_clustered_attention` where `exactly` is causal, except:
+        exactly: Which keys are near, whether the form is causal, and the scale of scores.
+        weight: Logarithm of each head's factor of the mass of far keys, [H]; samples with at most C real queries have none.
+
+    Returns:
+        The near keys and the others, in at least float32.
+
+    Raises:
+        ValueError: if shapes or dtypes do not match.
+    """
+    check_part("weight", weight, q, q.shape[1])
+    q, k, v = blank_padding(q, k.to(q.dtype), v.to(q.dtype), key_mask)
+    with without_autocast(q.device.type):
+        near = near_keys(q, k, v, key_mask, **exactly._asdict())
+        wide = torch.promote_types(q.dtype, torch.float32)
+        queries, keys, values = q.to(wide) * exactly.scale, k.to(wide), v.to(wide)
+        weights = weight.to(wide)[:, None]
+        if exactly.causal:
+            assert centroids is not None, "the causal form has both"
+            assert selectors is not None, "the causal form has both"
+            rows, groups = centroids.to(wide).expand(q.shape[0], -1, -1, -1), nearest_centroids(q, selectors)
+            rows = rows * exactly.scale
+        else:
+            way = {"planes": planes, "draws": draws, "selectors": selectors, "iterations": iterations}
+            of_queries = key_mask if q.shape[2] == k.shape[2] else None
+            groups, most, shared = _padded_groups(q.detach(), of_queries, clusters=clusters, **way)
+            means, _ = mean_queries(queries.flatten(0, 1), groups.flatten(0, 1), most)
+            rows, weights = means.unflatten(0, q.shape[:2]), weights * shared[:, None, None]
+        if q.shape[2] < rows.shape[2]:
+            # Few queries each take a row of their own.
+            rows = rows.gather(2, groups[..., None].expand(-1, -1, -1, rows.shape[3]))
+            groups = torch.arange(q.shape[2], device=q.device).expand_as(groups)
+        mask = far_mask(key_mask, exactly.chosen)
+        attend = partial(_far_of_rows, mask=mask, window=exactly.window, causal=exactly.causal)
+        far = parts_in_turns(attend, queries, keys, values, rows, groups)
+        log = torch.where(far.log > lowest(wide) / 2, far.log + weights, far.log)
+        return Part(near.out, near.log.to(wide)), Part(far.out, log)
+
+
+def _padded_groups(
+    q: Tensor,
+    mask: Tensor | None,
+    *,
+    planes: Tensor | None,
+    draws: Tensor | None,
+    selectors: Tensor | None,
+    clusters: Clusters,
+    iterations: int,
+) -> tuple[Tensor, int, Tensor]:
+    """The cluster of each query of samples with padding, which has one of its own.
+
+    Args: queries q [B, H, L, D], and a mask of the real ones [B, L].
+
+    Returns the clusters, [B, H, L]; their number; and which samples have fewer clusters than queries, [B] bool.
+    """
+    batch, length = q.shape[0], q.shape[2]
+
+    def grouped(q: Tensor) -> tuple[Tensor, int]:
+        queries = q.shape[-2]
+        count = clusters if isinstance(clusters, int) else default_clusters(queries, clusters)
+        if queries <= count:
+            return torch.arange(queries, device=q.device).expand(q.shape[:-1]), queries
+        if selectors is not None:
+            return nearest_centroids(q, selectors), count
+        assert planes is not None, "planes or selectors group queries"
+        assert draws is not None, "planes have draws"
+        own = cluster_queries(q.reshape(-1, *q.shape[-2:]), planes, draws, clusters=count, iterations=iterations)
+        return own.view(q.shape[:-1]), count
+
+    if mask is None:
+        groups, most = grouped(q)
+        return groups, most, torch.full((batch,), most < length, device=q.device)
+    groups, most, shared = torch.full(q.shape[:3], -1, device=q.device), 0, torch.zeros(batch, dtype=torch.bool)
+    for sample, real in enumerate(mask):
+        places = real.nonzero().squeeze(1)
+        if places.numel():
+            groups[sample, :, places], count = grouped(q[sample].index_select(1, places))
+            most, shared[sample] = max(most, count), count < places.numel()
+    return groups.masked_fill(groups < 0, most), most + 1, shared.to(q.device)
+
+
+def _far_of_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Tensor,
+    groups: Tensor,
+    *,
+    mask: Tensor | None,
+    window: int,
+    causal: bool,
+) -> Part:
+    """Attention of each query to the keys outside its window by the weights of a row that it shares with others.
+
+    Each row sums the keys of each block; a query takes whole blocks, and single keys of the blocks that its window touches.
+    The logarithm of the mass of all of them has the row's derivative at the query, so that it is a tangent of the true one.
+
+    Args: scaled queries q [B, H, L, D]; k [B, H, S, D], v [B, H, S, E]; scaled rows [B, H, C, D]; groups [B, H, L]; mask [B, S].
+    """
+    batch, _, length, size = q.shape
+    keys, low, block = k.shape[2], lowest(k.dtype), _SUMMED
+    # The first queries may precede all keys, the first keys all queries.
+    ahead, first = max(length - keys, 0), max(keys - length, 0) // block
+    blocks, spare = -(-(keys + ahead) // block), max(keys - length, 0) % block
+    ends = (ahead, blocks * block - keys - ahead)
+    mask = k.new_ones(batch, keys, dtype=torch.bool) if mask is None else mask
+    mask = F.pad(mask, ends)
+    # The mean key under the weights is the derivative.
+    values = F.pad(torch.cat([v, k], -1), (0, 0, *ends))
+    k = F.pad(k, (0, 0, *ends))
+    scores = rows[:, :, None] @ k.unflatten(2, (blocks, block)).mT
+    sums, logs = _attended(scores, mask.view(batch, 1, blocks, 1, block), values.unflatten(2, (blocks, block)))
+    place = torch.arange(blocks, device=q.device)
+    left, right = reach(window, causal)
+    before, after = -(-left // block), -(-right // block)
+    strip = bool(window) or causal
+    own = place[first:, None] if strip else place[:1, None]
+    seen = (place < own - before) | (place > own + after) & (not causal) if strip else place[None] >= 0
+    # What each row takes for queries of each block: from [B, H, C, 1, blocks] to [B, H, C, blocks of queries, E + D].
+    count, logs = len(own), logs.permute(0, 1, 3, 2)[:, :, :, None]
+    whole = _attended(logs.expand(-1, -1, -1, count, -1), seen, sums.permute(0, 1, 3, 2, 4))
+    index = groups * count + ((torch.arange(length, device=q.device) + spare) // block if strip else 0)
+    each = index[..., None].expand(-1, -1, -1, values.shape[3])
+    parts = [Part(whole.out.flatten(2, 3).gather(2, each), whole.log.flatten(2, 3).gather(2, index))]
+    row = rows.gather(2, groups[..., None].expand(-1, -1, -1, size))
+    if strip:
+        span = (before + 1 + after) * block
+        queries = F.pad(row, (0, 0, spare, count * block - spare - length)).unflatten(2, (count, block))
+        sides = (before * block, after * block)
+        near_k, near_v = (F.pad(x, (0, 0, *sides)).unfold(2, span, block)[:, :, first:] for x in (k, values))
+        distance = torch.arange(span, device=q.device) - before * block - torch.arange(block, device=q.device)[:, None]
+        outside = distance <= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+        outside = outside & ((distance < -left) | (distance > right)) if window else outside
+        seen = F.pad(mask, sides).unfold(1, span, block)[:, None, first:, None] & outside
+        some = _attended(queries @ near_k, seen, near_v.mT)
+        parts.append(Part(*(x.flatten(2, 3)[:, :, spare : spare + length] for x in some)))
+    log = torch.stack([part.log for part in parts]).logsumexp(0)
+    out, mean_key = joined(parts).split([v.shape[3], size], -1)
+    return Part(out, torch.where(log > low / 2, log + ((q - row) * mean_key).sum(-1), low))
+
+
+def _attended(scores: Tensor, seen: Tensor, values: Tensor) -> Part:
+    """The softmax of the scores [..., n, m] that are seen, over values [..., m, E]; an undefined output for none."""
+    low = lowest(scores.dtype)
+    scores = scores.masked_fill(~seen, low)
+    top = scores.detach().amax(-1, keepdim=True)
+    weights = (scores - top).exp_()
+    total = weights.sum(-1, keepdim=True)
+    return Part(
+        weights @ values / total, (top + total.log()).squeeze(-1).masked_fill((top <= low / 2).squeeze(-1), low)
+    )

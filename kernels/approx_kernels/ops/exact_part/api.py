@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from approx_kernels.dispatch.implementation import choose
@@ -11,20 +10,16 @@ from approx_kernels.ops.exact_part.cpu import (
     far_obstacle,
     has_gradients,
     linear_in_one_pass,
-    near_lists,
     performer_in_one_pass,
 )
 from approx_kernels.ops.exact_part.pairs import LONGEST, performer_of_pairs
 from approx_kernels.ops.exact_part.reference import (
     LEAST_NORM,
-    Exactly,
     LinearFar,
-    Part,
     PerformerFar,
     attend_linear,
     attend_performer,
     continue_linear,
-    first_keys,
     linear_parts,
     logs_of,
     near_and_mass,
@@ -37,25 +32,23 @@ from approx_kernels.ops.exact_part.reference import performer_and_exact as plain
 from approx_kernels.ops.key_lists.cpu import obstacle as lists_obstacle
 from approx_kernels.ops.linear.cpu import features_obstacle, linear_batch
 from approx_kernels.ops.linear.reference import FEATURE_MAPS, FORGETFUL
+from approx_kernels.ops.near_keys.cpu import near_lists
+from approx_kernels.ops.near_keys.reference import Exactly, Part, check_exactly
 from approx_kernels.ops.performer.cpu import obstacle as performer_obstacle
 from approx_kernels.ops.performer.cpu import random_features
 from approx_kernels.ops.performer.reference import EPS, mixed
 from approx_kernels.tokens import (
     State,
-    check_form,
     check_least,
     check_number,
     check_part,
     check_shapes,
-    check_tensor,
     check_word,
 )
 
 __all__ = [
-    "Exactly",
     "LinearFar",
     "PerformerFar",
-    "first_keys",
     "linear_and_exact",
     "linear_and_exact_decode",
     "linear_parts",
@@ -110,7 +103,7 @@ def linear_and_exact(
         ValueError: if shapes or dtypes do not match, or the implementation cannot run.
     """
     check_shapes(q, k, v, key_mask)
-    _check(q, k, exactly, dropout)
+    check_exactly(exactly, k, dropout)
     _check_linear(q, far, exactly.causal)
     run = choose("linear_and_exact", impl, {"cpu": _no_cpu(q, far), "reference": None})
     if run == "reference":
@@ -147,7 +140,7 @@ def linear_and_exact_decode(
         ValueError: if shapes or dtypes do not match, or the implementation cannot run.
     """
     check_shapes(q, k, v, key_mask)
-    _check(q, k, Exactly(True, window, None, scale))
+    check_exactly(Exactly(True, window, None, scale), k)
     check_least("sinks", sinks, 0)
     _check_linear(q, far, causal=True)
     step = "a state is continued in PyTorch. Ask for 'auto'." if state is not None or q.shape[2] == 1 else None
@@ -178,7 +171,7 @@ def performer_and_exact(
     Returns, raises: as for `linear_and_exact`.
     """
     check_shapes(q, k, v, key_mask)
-    _check(q, k, exactly, dropout)
+    check_exactly(exactly, k, dropout)
     check_shapes(*mapped, v.repeat_interleave(q.shape[1] // k.shape[1], 1), key_mask)
     learned = far.projection, far.offsets, far.share, far.weight, far.logs
     of_pairs = max(q.shape[2], k.shape[2]) <= LONGEST and has_gradients(far.projection, far.offsets)
@@ -218,18 +211,6 @@ def _features(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
 
 def _no_cpu(q: Tensor, far: LinearFar) -> str | None:
     return lists_obstacle(q) or (None if far.feature_map in FORGETFUL else features_obstacle(q))
-
-
-def _check(q: Tensor, k: Tensor, exactly: Exactly, dropout: float = 0.0) -> None:
-    check_form(exactly.scale, dropout, causal=exactly.causal)
-    check_least("window", exactly.window, 0)
-    if exactly.chosen is not None:
-        check_tensor("chosen", exactly.chosen)
-        if exactly.chosen.dtype != torch.bool or exactly.chosen.shape != (k.shape[0], k.shape[2]):
-            raise ValueError(
-                f"chosen is {exactly.chosen.dtype} of shape {list(exactly.chosen.shape)}; "
-                f"expected torch.bool of shape [{k.shape[0]}, {k.shape[2]}], True at the chosen keys."
-            )
 
 
 def _check_linear(q: Tensor, far: LinearFar, causal: bool) -> None:

@@ -1,13 +1,9 @@
-"""A softmax over a window and chosen keys, joined with a cheap estimate for all other keys, in plain PyTorch.
+"""Exact keys joined with estimates by features, linear or random, for all others, in plain PyTorch; see `near_keys`.
 
-The keys near a query are those in its window and the chosen ones, which every query sees. With o and l the softmax over them
-and the logarithm of its normaliser, and with o_p and l_p the same of the estimates for the keys before the window and, in
-both directions, after it,
-
-    out = (exp(l) o + sum_p exp(l_p) o_p) / (exp(l) + sum_p exp(l_p)).
+There is an estimate for the keys before the window of a query and, in both directions, one for those after it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,168 +16,28 @@ from approx_kernels.ops.linear.reference import (
     continue_delta,
     continue_fading,
     continue_sums,
-    drop_keys,
     features,
     scaled,
+)
+from approx_kernels.ops.near_keys.reference import (
+    Exactly,
+    NearOp,
+    Part,
+    far_mask,
+    first_keys,
+    joined,
+    lowest,
+    near_keys,
+    per_query_head,
+    reach,
 )
 from approx_kernels.ops.performer.reference import SUMS as UNIFORM
 from approx_kernels.ops.performer.reference import mixed, performer_heads, value_sums
 from approx_kernels.runtime.pytorch import without_autocast
-from approx_kernels.tokens import PARTS, State, blank_padding, content, extended, first_and_newest, sharing
-
-# Queries per block; wide windows take larger ones, so that keys outside of them are at most as many as those inside.
-_BLOCK = 64
-
-
-class Part(NamedTuple):
-    """Attention to some of the keys.
-
-    Attributes:
-        out: Outputs, [B, H, L, E], in at least float32.
-        log: Logarithm of the normaliser of each query, [B, H, L]; `lowest` where it sees none of the keys.
-    """
-
-    out: Tensor
-    log: Tensor
-
-
-class Near(NamedTuple):
-    """The softmax over the near keys.
-
-    Attributes:
-        out: Outputs, [B, H, L, E], in at least float32.
-        log: Logarithm of the normaliser, [B, H, L]; `lowest` where a query sees no near key.
-        total: The normaliser relative to the largest weight, [B, H, L], at least 1; 0 where a query sees no near key.
-    """
-
-    out: Tensor
-    log: Tensor
-    total: Tensor
-
+from approx_kernels.tokens import PARTS, State, blank_padding, content, drop_keys, extended, first_and_newest
 
 # From queries [B, H, L, F], keys [B, G, n, F], values [B, G, n, E], a mask [B, n] and whether it is causal, bottom-right.
 Estimate = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], Part]
-
-
-def lowest(dtype: torch.dtype) -> float:
-    """Below every logarithm of a normaliser, and finite, so that differences are numbers."""
-    return torch.finfo(dtype).min / 4
-
-
-def reach(window: int, causal: bool) -> tuple[int, int]:
-    """Keys of a window before the query's position and after it: the last `window` with its own, or as many on either side."""
-    return (max(window - 1, 0), 0) if causal else (window, window)
-
-
-def far_mask(key_mask: Tensor | None, chosen: Tensor | None) -> Tensor | None:
-    """The keys that only a window makes near, [B, S] bool; None for all."""
-    if chosen is None:
-        return key_mask
-    return ~chosen if key_mask is None else key_mask & ~chosen
-
-
-class Front(NamedTuple):
-    """The chosen keys of each sample, in order and moved together; samples with fewer are filled up.
-
-    Attributes:
-        k: [B, G, g, D].
-        v: [B, G, g, E].
-        place: Position of each, [B, g].
-        real: Whether it is a chosen key, [B, g] bool.
-    """
-
-    k: Tensor
-    v: Tensor
-    place: Tensor
-    real: Tensor
-
-    @classmethod
-    def of(cls, k: Tensor, v: Tensor, key_mask: Tensor | None, chosen: Tensor | None) -> "Front | None":
-        """The chosen keys that are real; None if no key is chosen."""
-        if chosen is None:
-            return None
-        chosen = chosen if key_mask is None else chosen & key_mask
-        most = chosen.shape[1] if torch.compiler.is_exporting() else int(chosen.sum(1).max()) if chosen.numel() else 0
-        if not most:
-            return None
-        place = (~chosen).to(torch.uint8).argsort(dim=1, stable=True)[:, :most]
-        rows = place[:, None, :, None]
-        k, v = (x.gather(2, rows.expand(-1, x.shape[1], -1, x.shape[3])) for x in (k, v))
-        return cls(k, v, place, chosen.gather(1, place))
-
-
-def near_keys(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    *,
-    window: int,
-    chosen: Tensor | None,
-    causal: bool,
-    scale: float,
-) -> Near:
-    """The softmax over the keys in a window and the chosen ones, of all blocks of queries at once.
-
-    Args:
-        q: Queries, [B, H, L, D].
-        k: Keys, [B, G, S, D]; padding holds numbers.
-        v: Values, [B, G, S, E].
-        key_mask: [B, S] bool, True at real keys; None when all are real.
-        window: Width of the window, see `reach`; 0 for none.
-        chosen: [B, S] bool, the keys that every query sees; None for none.
-        causal: Whether a query sees only keys at or before its own position.
-        scale: Factor of the scores.
-    """
-    length, keys, shared = q.shape[2], k.shape[2], sharing(q, k)
-    before = keys - length
-    wide = torch.promote_types(q.dtype, torch.float32)
-    q, k, v = q.to(wide) * scale, k.to(wide), v.to(wide)
-    front = Front.of(k, v, key_mask, chosen)
-    left, right = reach(window, causal)
-    if not torch.compiler.is_exporting():
-        left, right = (min(side, max(keys, length)) for side in (left, right))
-    size = max(_BLOCK, left + right) if window else length
-    # An exported program for several blocks does not take a single one.
-    blocks = (length + size - 1) // size + bool(window and torch.compiler.is_exporting())
-    row = torch.arange(size, device=q.device)[:, None]
-    first = torch.arange(blocks, device=q.device)[:, None, None] * size + before
-    queries = F.pad(q, (0, 0, 0, blocks * size - length)).unflatten(2, (blocks, size)).unflatten(1, (-1, shared))
-    # Keys, values and who sees them, [B, G or 1, 1, blocks or 1, size, n].
-    parts: list[tuple[Tensor, Tensor, Tensor]] = []
-    if front is not None:
-        seen = front.real[:, None, None, None, None].expand(-1, 1, 1, blocks, size, -1)
-        seen = seen & (front.place[:, None, None, None, None] <= first + row) if causal else seen
-        parts.append((front.k[:, :, None, None], front.v[:, :, None, None], seen))
-    if window:
-        column = torch.arange(size + left + right, device=q.device)
-        # The first queries may precede all keys, the last block ends after them.
-        start, end = max(-before, 0) + left, blocks * size - length + right
-        places = (first[:, 0] - left + start) + column
-        real = far_mask(key_mask, chosen)
-        real = k.new_ones(k.shape[0], keys, dtype=torch.bool) if real is None else real
-        seen = F.pad(real, (start, end))[:, places][:, None, None, :, None]
-        seen = seen & (column >= row) & (column <= row + left + right)
-        near_k, near_v = (F.pad(x, (0, 0, start, end))[:, :, places].unsqueeze(2) for x in (k, v))
-        parts.append((near_k, near_v, seen))
-    if not parts:
-        nothing = (q[..., :1] * 0.0).expand(*q.shape[:3], v.shape[3])
-        return Near(nothing, torch.full_like(nothing[..., 0], lowest(wide)), nothing[..., 0])
-    visible = torch.cat([seen for *_, seen in parts], -1)
-    scores = torch.cat([queries @ own.transpose(-2, -1) for own, *_ in parts], -1).masked_fill(~visible, lowest(wide))
-    largest = scores.amax(-1, keepdim=True)
-    weights = (scores - largest).exp().masked_fill(~visible, 0.0)
-    total = weights.sum(-1, keepdim=True)
-    per_part = weights.split([seen.shape[-1] for *_, seen in parts], -1)
-    sums = sum(
-        (some @ values for some, (_, values, _) in zip(per_part, parts, strict=True)), torch.zeros((), device=q.device)
-    )
-    norm = total.clamp(min=1.0)
-    log = torch.where(visible.any(-1, keepdim=True), largest + norm.log(), lowest(wide))
-    return Near(
-        *(x.flatten(1, 2).flatten(2, 3)[:, :, :length] for x in (sums / norm,)),
-        *(x.flatten(1, 2).flatten(2, 3)[:, :, :length, 0] for x in (log, total)),
-    )
 
 
 def far_parts(
@@ -236,18 +92,6 @@ def _before(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, distance: int,
     return estimate(q, k, v, F.pad(mask, (front, end))[:, : keys + more], True)
 
 
-def joined(parts: Sequence[Part]) -> Tensor:
-    """Outputs under one normaliser; 0 for a query that sees no key."""
-    logs = torch.stack([part.log for part in parts], -1)
-    bound = lowest(logs.dtype)
-    nothing = (logs <= bound).all(-1, keepdim=True)
-    weights = logs.softmax(-1).masked_fill(nothing, 0.0)
-    out = weights[..., 0, None] * parts[0].out
-    for number, part in enumerate(parts[1:], 1):
-        out = out + weights[..., number, None] * part.out
-    return out
-
-
 # A smaller normaliser counts as none, since gradients divide by its square.
 LEAST_NORM = 1e-15
 
@@ -257,22 +101,6 @@ def logs_of(norm: Tensor, add: Tensor | None = None) -> Tensor:
     positive = norm >= LEAST_NORM
     log = norm.masked_fill(~positive, 1.0).log()
     return (log if add is None else log + add).masked_fill(~positive, lowest(norm.dtype))
-
-
-class Exactly(NamedTuple):
-    """Which keys are exact, and how they are attended to.
-
-    Attributes:
-        causal: Whether a query sees only keys at or before its own position.
-        window: Width of the window, see `reach`; 0 for none.
-        chosen: [B, S] bool, the keys that every query sees; None for none.
-        scale: Factor of the scores.
-    """
-
-    causal: bool
-    window: int
-    chosen: Tensor | None
-    scale: float
 
 
 class LinearFar(NamedTuple):
@@ -358,7 +186,6 @@ class PerformerFar(NamedTuple):
 _MOST_GATE = 30.0
 # Root of the sigmoids that are decays of `gated`, as in gated linear attention: a state then lasts dozens of keys.
 _FADING = 16
-NearOp = Callable[..., Near]
 # The arguments and results of `continue_delta`.
 DeltaOp = Callable[..., tuple[Tensor, Tensor, tuple[Tensor, Tensor]]]
 
@@ -476,12 +303,6 @@ def _linear_far(
     return keys, values, [Part(part.out, part.log + gates) for part in parts]
 
 
-def per_query_head(q: Tensor, x: Tensor) -> Tensor:
-    """Keys or values [B, G, S, n] as one for each query head, [B, H, S, n]."""
-    count = sharing(q, x)
-    return x if count == 1 else x.repeat_interleave(count, 1)
-
-
 def linear_parts(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, exactly: Exactly, far: LinearFar
 ) -> list[Part]:
@@ -581,15 +402,6 @@ def _exact_keys(ring: State, chosen: Tensor | None, sinks: int, count: int) -> S
         rows["real"] = real[:, None, :, None]
         parts = {name: torch.cat([rows[name], x], 2) for name, x in parts.items()}
     return first_and_newest(parts, sinks, count)
-
-
-def first_keys(k: Tensor, key_mask: Tensor | None, count: int) -> Tensor | None:
-    """The first `count` real keys of each sample, [B, S] bool; None for none."""
-    if not count:
-        return None
-    if key_mask is None:
-        return (torch.arange(k.shape[2], device=k.device) < count).expand(k.shape[0], -1)
-    return key_mask & (key_mask.cumsum(1) <= count)
 
 
 def performer_and_exact(

@@ -6,7 +6,7 @@ from torch import Tensor
 from approx_kernels.dispatch.implementation import choose
 from approx_kernels.gpu.language import ranked
 from approx_kernels.ops.linear.decode import continue_in_place, decode_obstacle, state_obstacle
-from approx_kernels.ops.linear.reference import FEATURE_MAPS, FORGETFUL, drop_keys, own_parts
+from approx_kernels.ops.linear.reference import FEATURE_MAPS, FORGETFUL, own_parts
 from approx_kernels.ops.linear.reference import linear_attention as plain_attention
 from approx_kernels.ops.linear.reference import linear_decode as plain_decode
 from approx_kernels.ops.linear.triton_decode import continue_by_kernels, step_obstacle
@@ -23,6 +23,7 @@ from approx_kernels.tokens import (
     check_shapes,
     check_state,
     check_word,
+    drop_keys,
     in_order,
 )
 

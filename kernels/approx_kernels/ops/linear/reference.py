@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from approx_kernels.runtime.pytorch import without_autocast
-from approx_kernels.tokens import State, blank_padding, content, extended, in_order, newest, sharing, turns
+from approx_kernels.tokens import State, blank_padding, content, drop_keys, extended, in_order, newest, sharing, turns
 
 # Numbers in a working set: half a MiB of float32, which fits into a core's own cache.
 _CACHED = 2**17
@@ -134,11 +134,6 @@ def own_parts(
 def joined_sums(parts: Sequence[Tensor], maps: tuple[Tensor, Tensor] | None) -> Tensor:
     """The sums after all turns; without learned maps, each turn made the same."""
     return parts[-1] if maps is None else in_order(parts)
-
-
-def drop_keys(values: Tensor, dropout: float) -> Tensor:
-    """Values with whole keys dropped at the given probability, and the others scaled up."""
-    return values * F.dropout(values.new_ones(values.shape[:-1]), dropout)[..., None] if dropout else values
 
 
 def scaled(x: Tensor, factor: float) -> Tensor:

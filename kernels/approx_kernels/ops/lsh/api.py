@@ -13,6 +13,7 @@ from approx_kernels.ops.lsh.reference import (
     VARIANTS,
     draw_projections,
     is_exact,
+    lsh_parts,
     own_key,
     unit_keys,
     without_padded_queries,
@@ -31,7 +32,7 @@ from approx_kernels.tokens import (
     without_padding,
 )
 
-__all__ = ["VARIANTS", "draw_projections", "lsh_attention"]
+__all__ = ["VARIANTS", "draw_projections", "is_exact", "lsh_attention", "lsh_parts"]
 
 
 def lsh_attention(

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from approx_kernels.ops.exact.api import exact_attention
+from approx_kernels.ops.near_keys.api import Exactly, Part, near_keys
+from approx_kernels.ops.near_keys.reference import lowest, parts_in_turns, reach
 from approx_kernels.runtime.pytorch import unreadable, without_autocast, without_functions
-from approx_kernels.tokens import blank_padding, check_draw, check_form, check_word, in_turns
+from approx_kernels.tokens import blank_padding, check_draw, check_form, check_least, check_part, check_word, in_turns
 
 # Hashes are computed in float64 and rounded to float32 for sorting: an order of tokens, or a side of a plane, that
 # depended on rounding would change with the padding and the batch around a sample.
@@ -228,6 +230,31 @@ class Round(NamedTuple):
     slot: Tensor  # [B·H·L] slot of each query, N·T where it takes no part
 
 
+class Hidden(NamedTuple):
+    """Pairs that no round may see, since each query attends to these keys exactly."""
+
+    queries: int  # L
+    keys: int  # S
+    reach: tuple[int, int] | None  # keys of a window before a query and after it
+    chosen: Tensor | None  # [B·H·S] keys that no query may see
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, exactly: Exactly) -> "Hidden":
+        """Those of queries [B, H, L, D] and keys [B, H, S, D]."""
+        chosen = exactly.chosen
+        chosen = None if chosen is None else chosen[:, None].expand(-1, k.shape[1], -1).flatten()
+        return cls(q.shape[2], k.shape[2], reach(exactly.window, exactly.causal) if exactly.window else None, chosen)
+
+    def among(self, members: Tensor, rows: Tensor) -> Tensor:
+        """Which of the keys [N, U] each of the queries [N, T] may not see, [N, T, U] bool."""
+        hidden = torch.zeros((), dtype=torch.bool, device=rows.device)
+        if self.reach is not None:
+            distance = (rows % self.keys)[:, None] - (members % self.queries + self.keys - self.queries)[..., None]
+            hidden = (distance >= -self.reach[0]) & (distance <= self.reach[1])
+        hidden = hidden if self.chosen is None else hidden | self.chosen[rows][:, None]
+        return hidden.expand(*members.shape, rows.shape[1])
+
+
 class Plan(NamedTuple):
     """All rounds; `width` is the largest number of ranks that a query sees."""
 
@@ -235,6 +262,7 @@ class Plan(NamedTuple):
     width: int
     keys: Tensor  # [B·H·M] row of the key behind an entry, among B·H·S
     own: Tensor | None  # [B·H·L] entry of the query's own token, where no round may see it
+    hidden: Hidden | None = None  # further pairs that no round may see
 
 
 def make_round(order: Tensor, low: Tensor, room: Tensor, tile: int, by_low: Tensor | None = None) -> Round:
@@ -595,6 +623,8 @@ class _Work:
                 scores.masked_fill_(self.steps >= room[now][..., None], -torch.inf)
             if own is not None:
                 _leave_out(scores, own[now])
+            if plan.hidden is not None:
+                scores.masked_fill_(plan.hidden.among(members[now], rows[now]), -torch.inf)
             met = self._met(number, members[now], entries[now]) if self.dedup else None
             yield _Block(
                 slice(begin * tile, (begin + count) * tile), rows[now].flatten(), queries, keys, values, scores, met
@@ -740,6 +770,82 @@ def lsh_attention(
 
         out = in_turns(attend, *(x.to(wide) for x in blank_padding(q, k, v, key_mask)))
         return without_padded_queries(out, key_mask, keys, causal=causal).to(q.dtype)
+
+
+def lsh_parts(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None = None,
+    *,
+    exactly: Exactly,
+    weight: Tensor,
+    projections: Tensor,
+    cluster: int,
+) -> tuple[Part, Part]:
+    """Softmax attention to near keys, and to those of the others that hashing places near a query, to join under one normaliser.
+
+    Only of the asymmetric variant. A pair counts once, in however many rounds it meets. A causal query sees itself only
+    through its window.
+
+    Args: as for `lsh_attention`, except:
+        exactly: Which keys are near, whether the form is causal, and the scale of scores.
+        weight: Logarithm of each head's factor of far keys, [H]; queries that see all real keys anyway have none.
+
+    Returns:
+        The near keys and the others, in at least float32.
+
+    Raises:
+        ValueError: if shapes or dtypes do not match.
+    """
+    check_part("weight", weight, q, q.shape[1])
+    lifted = 2 * (not exactly.causal)
+    check_part("projections", projections, q, "rounds", q.shape[3] + lifted, 1 if lifted else "columns")
+    check_least("cluster", cluster, 1)
+    causal, length, keys = exactly.causal, q.shape[2], k.shape[2]
+    q, k, v = blank_padding(q, k.to(q.dtype), v.to(q.dtype), key_mask)
+    with without_autocast(q.device.type):
+        near = near_keys(q, k, v, key_mask, **exactly._asdict())
+        wide = torch.promote_types(q.dtype, torch.float32)
+        how = {"projections": projections, "variant": "asymmetric", "cluster": cluster}
+        make = partial(bucket_plan if causal else cluster_plan, key_mask=key_mask, **how)
+        out, log = parts_in_turns(partial(_far, make=make, exactly=exactly), *(x.to(wide) for x in (q, k, v)))
+        real = torch.ones_like(k[:, 0, :, 0], dtype=torch.bool) if key_mask is None else key_mask
+        if causal:
+            few = F.pad(real.cumsum(1), (max(length - keys, 0), 0))[:, -length:] <= 2 * cluster
+        else:
+            few = real.sum(1, keepdim=True).clamp(min=0 if length == keys else length) <= cluster
+        weights, nothing = weight.to(wide)[:, None] * ~few[:, None], log == -torch.inf
+        return Part(near.out, near.log.to(wide)), Part(out, torch.where(nothing, lowest(wide), log + weights))
+
+
+def _far(q: Tensor, k: Tensor, v: Tensor, *, make: Callable[..., Plan], exactly: Exactly) -> Part:
+    """Attention to the keys that `make` shows to queries and that are not near; the logarithm is -inf for none."""
+    together = max(1, _TOGETHER // (q.shape[0] * k.shape[2])) if q.device.type == "cpu" else q.shape[1]
+    attend, parts = _dense_far if without_functions() else _tiled_far, []
+    for queries, keys, values in zip(*(x.split(together, 1) for x in (q, k, v)), strict=True):
+        with torch.no_grad():
+            plan = make(queries, keys)._replace(hidden=Hidden.of(queries, keys, exactly))
+        parts.append(attend(queries * exactly.scale, keys, values, plan))
+    return Part(*(torch.cat(each, 1) for each in zip(*parts, strict=True)))
+
+
+def _tiled_far(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    queries, keys, values = (x.reshape(-1, x.shape[-1]) for x in (q, k, v))
+    out, log = tile_attention(queries, keys, values, plan, dropout=0.0, dedup=True)
+    return out.view(*q.shape[:3], -1), log.view(q.shape[:3])
+
+
+def _dense_far(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    """The same with the scores of all pairs at a time."""
+    assert plan.hidden is not None, "near keys are hidden"
+    members, rows = (torch.arange(x.shape[:3].numel(), device=q.device).view(-1, x.shape[2]) for x in (q, k))
+    met = pair_counts(plan, k.shape[2]).view(*q.shape[:3], -1) > 0
+    met = met & ~plan.hidden.among(members, rows).view_as(met)
+    nothing = ~met.any(-1, keepdim=True)
+    scores = (q @ k.mT).masked_fill(~met, -torch.inf).masked_fill(nothing, 0.0)
+    log = scores.logsumexp(-1).masked_fill(nothing[..., 0], -torch.inf)
+    return scores.softmax(-1).masked_fill(nothing, 0.0) @ v, log
 
 
 def is_exact(length: int, keys: int, *, variant: str, cluster: int, causal: bool) -> bool:

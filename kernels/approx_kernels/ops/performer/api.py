@@ -9,7 +9,6 @@ from torch import Tensor
 from approx_kernels.dispatch.implementation import choose
 from approx_kernels.gpu.language import ranked
 from approx_kernels.ops.linear.decode import state_obstacle
-from approx_kernels.ops.linear.reference import drop_keys
 from approx_kernels.ops.performer.cpu import obstacle, performer_continue, random_features
 from approx_kernels.ops.performer.reference import (
     ESTIMATORS,
@@ -38,6 +37,7 @@ from approx_kernels.tokens import (
     check_state,
     check_tensor,
     check_word,
+    drop_keys,
     in_order,
     in_turns,
     turns,

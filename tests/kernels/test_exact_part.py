@@ -17,7 +17,8 @@ from approx_kernels.ops.exact_part.api import (
     performer_and_exact,
     performer_and_exact_decode,
 )
-from approx_kernels.ops.linear.reference import features
+from approx_kernels.ops.exact_part.delta import delta_in_c
+from approx_kernels.ops.linear.reference import continue_delta, features
 from approx_kernels.ops.near_keys.cpu import near_lists
 from approx_kernels.ops.near_keys.reference import Exactly, first_keys, near_keys, reach
 from approx_kernels.ops.performer.api import draw_projection
@@ -203,11 +204,56 @@ def test_what_forgets_equals_a_loop_over_tokens_with_its_gradients(
         else:
             out = linear_and_exact(q, k, v, mask, exactly=exactly, far=far, impl=run)
         out = out * real
+        if run == "cpu":
+            with torch.no_grad():
+                in_c = linear_and_exact(q, k, v, mask, exactly=exactly, far=far, impl=run) * real
+            torch.testing.assert_close(in_c, out, rtol=1e-4, atol=1e-5)
         gradients = torch.autograd.grad((out * grad).sum(), [*inputs, *learned], materialize_grads=True)
         results.append((out, *gradients))
     for loop, plain, fast in zip(*results, strict=True):
         torch.testing.assert_close(plain, loop)
         torch.testing.assert_close(fast.double(), loop, rtol=1e-3, atol=1e-4 * max(1.0, loop.abs().max().item()))
+
+
+@pytest.mark.parametrize(
+    "sizes", [(150, 150, 8, 5), (1, 70, 64, 64), (70, 3, 16, 16), (64, 128, 20, 7), (9, 9, 1, 1)], ids=str
+)
+@pytest.mark.parametrize("continued", [False, True])
+@needs_compiler
+@torch.no_grad()
+def test_the_delta_rule_in_c_is_as_precise_as_in_pytorch(sizes, continued):
+    length, count, size, values = sizes
+    q, k, v = torch.randn(2, 3, length, size), torch.randn(2, 3, count, size), torch.randn(2, 3, count, values)
+    decays, rates = -torch.rand(2, 3, count, 1), torch.rand(2, 3, count, 1)
+    sums = torch.randn(2, 3, size, values)
+    state = (sums, torch.rand(2, 3, 1)) if continued else None
+    before = sums.clone()
+    q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
+    wide = None if state is None else (state[0].double(), state[1].double())
+    results = [f(q, k, v, decays, rates, state) for f in (delta_in_c, continue_delta)]
+    q, k, v, decays, rates = (x.double() for x in (q, k, v, decays, rates))
+    results.append(continue_delta(q, k, v, decays, rates, wide))
+    names = "out", "written", "sums", "total"
+    for name, in_c, plain, exact in zip(names, *((*x[:2], *x[2]) for x in results), strict=True):
+        assert_close(name, in_c, plain, exact)
+    assert torch.equal(sums, before), "a caller's state was overwritten"
+
+
+def test_refuses_flash_linear_attention_without_a_gpu():
+    q = torch.randn(1, 2, 20, 8)
+    far = forgetful("unit", 2, 8, torch.float32)
+    with pytest.raises(ValueError, match="flash-linear-attention needs CUDA tensors"):
+        linear_and_exact(q, q, q, exactly=CAUSAL, far=far, impl="fla")
+
+
+@pytest.mark.gpu
+def test_flash_linear_attention_follows_the_rule():
+    pytest.importorskip("fla")
+    q, k, v = (torch.randn(2, 4, 300, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    with torch.device("cuda"):
+        far = forgetful("unit", 4, 64, torch.float32)
+    results = [linear_and_exact(q, k, v, exactly=CAUSAL, far=far, impl=impl).float() for impl in ("fla", "reference")]
+    torch.testing.assert_close(*results, rtol=0.05, atol=0.05)
 
 
 def cast(far, dtype):

@@ -113,6 +113,16 @@ class Far(ctypes.Structure):
     )
 
 
+class Delta(ctypes.Structure):
+    """`problem` of linear/delta.c."""
+
+    _fields_ = (
+        *_fields(_INTEGER, "batch heads length keys size values threads"),
+        *_fields(Rows, "q k v out"),
+        *_fields(_POINTER, "decays rates sums total written"),
+    )
+
+
 class LinearStep(ctypes.Structure):
     """`step` of linear/step.c."""
 
@@ -207,6 +217,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "linear": Linear,
     "linear_backward": LinearBackward,
     "far": Far,
+    "delta": Delta,
     "linear_step": LinearStep,
     "linear_map": LinearMap,
     "topk": TopK,

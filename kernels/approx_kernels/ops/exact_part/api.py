@@ -12,6 +12,7 @@ from approx_kernels.ops.exact_part.cpu import (
     linear_in_one_pass,
     performer_in_one_pass,
 )
+from approx_kernels.ops.exact_part.delta import delta_by_fla, delta_in_c, fla_obstacle
 from approx_kernels.ops.exact_part.pairs import LONGEST, performer_of_pairs
 from approx_kernels.ops.exact_part.reference import (
     LEAST_NORM,
@@ -25,6 +26,7 @@ from approx_kernels.ops.exact_part.reference import (
     near_and_mass,
     performer_and_exact_decode,
     performer_parts,
+    plain_sums,
 )
 from approx_kernels.ops.exact_part.reference import linear_and_exact as plain_linear
 from approx_kernels.ops.exact_part.reference import linear_and_exact_decode as plain_linear_decode
@@ -33,7 +35,7 @@ from approx_kernels.ops.key_lists.cpu import obstacle as lists_obstacle
 from approx_kernels.ops.linear.cpu import features_obstacle, linear_batch
 from approx_kernels.ops.linear.reference import FEATURE_MAPS, FORGETFUL
 from approx_kernels.ops.near_keys.cpu import near_lists
-from approx_kernels.ops.near_keys.reference import Exactly, Part, check_exactly
+from approx_kernels.ops.near_keys.reference import Exactly, Part, check_exactly, near_keys
 from approx_kernels.ops.performer.cpu import obstacle as performer_obstacle
 from approx_kernels.ops.performer.cpu import random_features
 from approx_kernels.ops.performer.reference import EPS, mixed
@@ -93,8 +95,9 @@ def linear_and_exact(
         far: Features and gates of the other keys.
         dropout: Probability of dropping a key from the numerator, for all queries of a head at once, since there are
             no weights of single pairs.
-        impl: `cpu` computes the softmax and the sums of features in C; if several near keys have the largest score, only one of
-            them gets its gradient.
+        impl: `cpu` computes the softmax and the sums of features in C, and the delta rule where it needs no gradient; if several
+            near keys have the largest score, only one of them gets its gradient. `fla` runs the delta rule by
+            flash-linear-attention, in 16 bits on a GPU.
 
     Returns:
         [B, H, L, E] in the dtype of q; 0 for a query with no allowed key.
@@ -105,7 +108,10 @@ def linear_and_exact(
     check_shapes(q, k, v, key_mask)
     check_exactly(exactly, k, dropout)
     _check_linear(q, far, exactly.causal)
-    run = choose("linear_and_exact", impl, {"cpu": _no_cpu(q, far), "reference": None})
+    run = choose("linear_and_exact", impl, _obstacles(q, v, far))
+    if run == "fla":
+        attend = _linear_by_fla(q)
+        return attend(q, k, v, key_mask, exactly, far, dropout=dropout)[0]
     if run == "reference":
         return plain_linear(q, k, v, key_mask, exactly=exactly, far=far, dropout=dropout)
     return _linear_in_c(q, k, v, far)(q, k, v, key_mask, exactly, far, dropout=dropout)[0]
@@ -144,7 +150,9 @@ def linear_and_exact_decode(
     check_least("sinks", sinks, 0)
     _check_linear(q, far, causal=True)
     step = "a state is continued in PyTorch. Ask for 'auto'." if state is not None or q.shape[2] == 1 else None
-    run = choose("linear_and_exact_decode", impl, {"cpu": step or _no_cpu(q, far), "reference": None})
+    run = choose("linear_and_exact_decode", impl, _obstacles(q, v, far, step))
+    if run == "fla":
+        return continue_linear(q, k, v, key_mask, state, sinks, window, scale, far, _linear_by_fla(q))
     if run == "reference":
         return plain_linear_decode(q, k, v, key_mask, state, sinks=sinks, window=window, scale=scale, far=far)
     return continue_linear(q, k, v, key_mask, state, sinks, window, scale, far, _linear_in_c(q, k, v, far))
@@ -189,7 +197,9 @@ def performer_and_exact(
 
 def _linear_in_c(q: Tensor, k: Tensor, v: Tensor, far: LinearFar) -> Callable[..., tuple[Tensor, State]]:
     """`attend_linear` in one pass, or, where it forgets or needs gradients, from parts."""
-    if far.feature_map in FORGETFUL or far_obstacle(q, k, v, *(far.maps or ()), far.query_gate, far.key_gate):
+    if far.feature_map in FORGETFUL:
+        return partial(attend_linear, near_op=near_lists, sums_op=_sums, delta_op=delta_in_c)
+    if far_obstacle(q, k, v, *(far.maps or ()), far.query_gate, far.key_gate):
         return partial(attend_linear, near_op=near_lists, sums_op=_sums)
     return linear_in_one_pass
 
@@ -209,8 +219,17 @@ def _features(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
     return Part(out, logs_of(norm - EPS, bases))
 
 
-def _no_cpu(q: Tensor, far: LinearFar) -> str | None:
-    return lists_obstacle(q) or (None if far.feature_map in FORGETFUL else features_obstacle(q))
+def _obstacles(q: Tensor, v: Tensor, far: LinearFar, step: str | None = None) -> dict[str, str | None]:
+    """Why implementations cannot run, the best first; `step` says why none continues a state."""
+    no_cpu = step or lists_obstacle(q) or (None if far.feature_map in FORGETFUL else features_obstacle(q))
+    if far.feature_map != "unit":
+        return {"cpu": no_cpu, "reference": None}
+    fla = {"fla": step or fla_obstacle(q, v.shape[3])}
+    return {**fla, "cpu": no_cpu, "reference": None} if q.is_cuda else {"cpu": no_cpu, "reference": None, **fla}
+
+
+def _linear_by_fla(q: Tensor) -> Callable[..., tuple[Tensor, State]]:
+    return partial(attend_linear, near_op=near_keys, sums_op=plain_sums, delta_op=partial(delta_by_fla, dtype=q.dtype))
 
 
 def _check_linear(q: Tensor, far: LinearFar, causal: bool) -> None:

@@ -255,8 +255,10 @@ def _forgetful(
     """The estimates of a recurrence over the keys before each window, and its state; with `keep`, that of the next token."""
     queries, gates = far.queries(q), far.gates(q)
     k, length, shift = per_query_head(q, k), k.shape[2], 0
-    keys = [far.keys(k), per_query_head(q, v).to(gates.dtype), *far.fading(k)]
-    keys = keys if mask is None else [x * mask[:, None, :, None] for x in keys]
+    keys, values, *steps = far.keys(k), per_query_head(q, v).to(gates.dtype), *far.fading(k)
+    if mask is not None:
+        keys, *steps = (x * mask[:, None, :, None] for x in (keys, *steps))
+    keys = [keys, values, *steps]
     if exactly.window:
         # One more query asks for the state of the next token, whose window has moved on by a key.
         queries, shift = F.pad(queries, (0, 0, 0, int(keep))), exactly.window - keep

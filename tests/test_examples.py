@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import struct
 import sys
 from collections import Counter
 
@@ -17,6 +18,7 @@ from approx.evaluation.evaluate import Subject, evaluate
 from approx.planning import positions
 from approx.tasks import open_task
 from examples import bert_model, gpt2_model, long_documents_model, roberta_model, speech_model
+from examples.real import smollm2, whisper
 from tiny_speech import some_utterances, sound, write_utterances
 from tiny_study import tiny_checkpoint
 from zoo import tiny
@@ -241,3 +243,74 @@ def test_the_language_model_is_trained_on_spaced_texts(tmp_path, monkeypatch):
     subject = Subject("exact", opened.model, checkpoint.processor(opened.source))
     entry = evaluate({"exact": subject}, open_task("lm"), data=data / "lm" / "wikitext-2" / "valid.raw.txt")
     assert entry.base.scores["perplexity"] > 1
+
+
+def text(name: str) -> bytes:
+    return struct.pack("<H", len(name) + 1) + name.encode() + b"\0"
+
+
+def ctranslate2(model) -> bytes:
+    """A Whisper in CTranslate2's format, with stacked projections and a zero bias of keys."""
+    state = {name.removeprefix("model."): tensor for name, tensor in model.state_dict().items()}
+    variables = {"decoder/embeddings/weight": state["decoder.embed_tokens.weight"]}
+
+    def norm(old, new):
+        variables[f"{new}/gamma"], variables[f"{new}/beta"] = state[f"{old}.weight"], state[f"{old}.bias"]
+
+    def attention(old, new, stacks):
+        norm(f"{old}_layer_norm", f"{new}/layer_norm")
+        bias = torch.zeros_like(state[f"{old}.q_proj.bias"])
+        for number, names in enumerate(stacks):
+            where = f"{new}/linear_{number}"
+            variables[f"{where}/weight"] = torch.cat([state[f"{old}.{name}_proj.weight"] for name in names])
+            variables[f"{where}/bias"] = torch.cat([state.get(f"{old}.{name}_proj.bias", bias) for name in names])
+        for part in ("weight", "bias"):
+            variables[f"{new}/linear_{len(stacks)}/{part}"] = state[f"{old}.out_proj.{part}"]
+
+    for number in (1, 2):
+        for part in ("weight", "bias"):
+            variables[f"encoder/conv{number}/{part}"] = state[f"encoder.conv{number}.{part}"]
+    for side in ("encoder", "decoder"):
+        variables[f"{side}/position_encodings/encodings"] = state[f"{side}.embed_positions.weight"]
+        norm(f"{side}.layer_norm", f"{side}/layer_norm")
+        for layer in range(2):
+            old, new = f"{side}.layers.{layer}", f"{side}/layer_{layer}"
+            attention(f"{old}.self_attn", f"{new}/self_attention", ["qkv"])
+            if side == "decoder":
+                attention(f"{old}.encoder_attn", f"{new}/attention", ["q", "kv"])
+            norm(f"{old}.final_layer_norm", f"{new}/ffn/layer_norm")
+            for number in (0, 1):
+                for part in ("weight", "bias"):
+                    variables[f"{new}/ffn/linear_{number}/{part}"] = state[f"{old}.fc{number + 1}.{part}"]
+    data = struct.pack("<I", 6) + text("WhisperSpec") + struct.pack("<II", 3, len(variables))
+    for name, tensor in variables.items():
+        raw = tensor.half().numpy().tobytes()
+        data += text(name) + struct.pack(f"<B{tensor.ndim}IBI", tensor.ndim, *tensor.shape, 4, len(raw)) + raw
+    return data + struct.pack("<I", 1) + text("decoder/projection/weight") + text("decoder/embeddings/weight")
+
+
+def test_reads_a_whisper_of_ctranslate2_to_the_bit():
+    torch.manual_seed(1)
+    model = tiny("WhisperForConditionalGeneration").half()
+    for parameter in model.parameters():
+        parameter.data.normal_()
+    data = ctranslate2(model)
+    state = whisper.state_of(whisper.read_ctranslate2(data))
+    assert state.keys() == model.state_dict().keys()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    with pytest.raises(ValueError, match="damaged, or a part is missing"):
+        whisper.read_ctranslate2(data[: len(data) // 2])
+    with pytest.raises(ValueError, match="version 5"):
+        whisper.read_ctranslate2(struct.pack("<I", 5) + data[4:])
+
+
+def test_refuses_a_decoder_that_does_not_know_the_capital(tmp_path):
+    class Tokens:
+        def __call__(self, text, return_tensors):
+            return type("Encoded", (), {"input_ids": torch.tensor([[1, 2, 3, len(text) % 7]])})
+
+        def decode(self, token):
+            return f" word{int(token)}"
+
+    with pytest.raises(SystemExit, match=r"goes on with ' word\d+' \(expected ' Paris'\)"):
+        smollm2.check(tiny("LlamaForCausalLM"), Tokens())

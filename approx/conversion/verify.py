@@ -51,6 +51,7 @@ from approx.seam.internals import auto_classes
 from approx.seam.observe import Call, observe
 from approx.version import __version__
 from approx_kernels.dispatch.implementation import implementation, untold
+from approx_kernels.ops.exact.api import exact_attention
 from approx_kernels.runtime.cache_folder import cache_folder
 
 SHORT = 40
@@ -466,7 +467,8 @@ def layer_damage(model: Any, inputs: dict[str, Tensor]) -> dict[int, Damage]:
             return
         lost = damage[call.layer]._replace(tokens=call.q.shape[2])
         if not call.exact:
-            target = _exact(call.mechanism)(call.q, call.k, call.v, call.mask)
+            form = {"causal": call.mechanism.causal, "scale": call.mechanism.scale}
+            target = exact_attention(call.q, call.k, call.v, call.mask, **form)
             mass = [
                 _captured(part, part.mechanism) for part in call.members() if part.mechanism and part.mechanism.sparse
             ]

@@ -1,7 +1,7 @@
 """How far a converted model's outputs are from those of its base: as a whole, and with one layer converted alone."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -122,13 +122,19 @@ def divergence_of_labels(outputs: Tensor, target: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def of_layers(model: Any, batches: Sequence[dict[str, Tensor]], teacher: Any = None) -> list[LayerDivergence]:
+def of_layers(
+    model: Any,
+    batches: Sequence[dict[str, Tensor]],
+    teacher: Any = None,
+    advance: Callable[[int, int], None] = lambda done, total: None,
+) -> list[LayerDivergence]:
     """Measure how far each converted layer alone moves the outputs, while all others are exact.
 
     Args:
         model: A converted model; it is not changed.
         batches: Inputs of the model, without targets, on its device.
         teacher: The exact model; by default the model's own weights with exact attention.
+        advance: Called with batches done and in all.
 
     Returns:
         One entry for each converted layer, in their order.
@@ -141,7 +147,8 @@ def of_layers(model: Any, batches: Sequence[dict[str, Tensor]], teacher: Any = N
     own = {path: mechanisms(model, [path]) for path, _ in sites}
     sums, count = dict.fromkeys(own, 0.0), 0
     with evaluating(model):
-        for inputs in batches:
+        for number, inputs in enumerate(batches):
+            advance(number, len(batches))
             if teacher is None:
                 with exactly(model):
                     target = model(**inputs)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -142,7 +143,12 @@ class Preparation:
 
 
 def prepare_training(
-    model: Any, processor: Any, options: FinetuneStage, teacher: Any = None, kept_exact: KeptExact | None = None
+    model: Any,
+    processor: Any,
+    options: FinetuneStage,
+    teacher: Any = None,
+    kept_exact: KeptExact | None = None,
+    progress: Progress = lambda what, done, total: None,
 ) -> Preparation:
     """Read the data, make layers exact again if that is asked for, and prepare each mode; nothing is trained.
 
@@ -152,6 +158,7 @@ def prepare_training(
         options: Options of the training.
         teacher: The exact model for `distill`; by default a copy of the model with exact attention.
         kept_exact: The layers to make exact again, where they were chosen before.
+        progress: Called with the current activity, steps done and total steps.
 
     Raises:
         ApproxError: if a mode cannot be used, the data do not fit, or FSDP is requested.
@@ -180,7 +187,8 @@ def prepare_training(
     supervised = {"task", "clm", "mlm"} & set(modes) or ("distill" in modes and options.distill.labels > 0)
     read = trainer.read_data(options, model, processor, labelled=bool(supervised), language=language)
     if options.keep_exact is not None:
-        kept_exact = kept_exact or _most_divergent(model, read, options, teacher)
+        # Rounding may differ between processes.
+        kept_exact = evaluate.agree(kept_exact or _most_divergent(model, read, options, teacher, progress))
         surgery.keep_exact(model, kept_exact.numbers)
         # Of the layers that stay converted none may have parameters.
         modes = chosen_modes()
@@ -242,7 +250,9 @@ def _check_keep_exact(model: Any, count: int, *, taught: bool) -> None:
         )
 
 
-def _most_divergent(model: Any, read: trainer.TrainingData, options: FinetuneStage, teacher: Any) -> KeptExact:
+def _most_divergent(
+    model: Any, read: trainer.TrainingData, options: FinetuneStage, teacher: Any, progress: Progress
+) -> KeptExact:
     """The layers whose conversion alone moves the outputs most; the numbers of inputs and steps do not depend on times.
 
     Mechanisms with parameters are first fitted for a few steps of transfer, and then as they were: what a layer does before
@@ -261,6 +271,7 @@ def _most_divergent(model: Any, read: trainer.TrainingData, options: FinetuneSta
     fitted = bool(names) and not trainings(model.config.approx)
     earlier = trainer.changeable(model, names)
     if fitted:
+        progress("fit the mechanisms for a comparison of layers", 0, 1)
         # Other inputs than those below, if there are so many.
         others = [*order[len(rows) :], *order]
         size = DEFAULTS["transfer"][0]
@@ -270,7 +281,8 @@ def _most_divergent(model: Any, read: trainer.TrainingData, options: FinetuneSta
         bfloat16 = _in_bfloat16(model, "transfer") if options.bfloat16 is None else options.bfloat16
         _fit_briefly(model, names, batches, options, bfloat16=bfloat16)
     try:
-        layers = divergence.of_layers(model, [inputs([row]) for row in rows], teacher)
+        advance = partial(progress, "compare the layers")
+        layers = divergence.of_layers(model, [inputs([row]) for row in rows], teacher, advance)
     finally:
         model.load_state_dict(earlier, strict=False)
     most = sorted(layers, key=lambda one: -one.divergence)[: options.keep_exact]
@@ -816,9 +828,8 @@ def finetune(
         Interrupted: after Ctrl-C or SIGTERM; the folder holds the state after the last step.
     """
     progress("read the data", 0, 1)
-    prepared = prepare_training(
-        model, processor, options, teacher, _kept_before(folder, model, options.keep_exact) if resume else None
-    )
+    kept_exact = _kept_before(folder, model, options.keep_exact) if resume else None
+    prepared = prepare_training(model, processor, options, teacher, kept_exact, progress)
     if restart and evaluate.leads():
         claim(folder, *_OURS)
         remove(folder, "training")

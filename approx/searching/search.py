@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from statistics import median_low
@@ -989,7 +990,8 @@ class Search:
 
     def _alone(self, model: Any) -> list[LayerDivergence]:
         """What each converted layer alone moves the outputs by, on the examples that predict the damage."""
-        return of_layers(model, [batch.inputs for batch in self.judge.calibration.batches])
+        batches = [batch.inputs for batch in self.judge.calibration.batches]
+        return of_layers(model, batches, advance=partial(self.progress, "compare the layers"))
 
     def _room(self, finalists: int) -> int | None:
         """How many plans the time budget leaves room to compare with the finalists on the proof; None for all."""

@@ -97,7 +97,14 @@ def test_the_divergence_of_a_layer_is_that_of_a_model_with_only_that_layer_conve
 @pytest.mark.parametrize("matters", [0, 1])
 def test_the_layer_that_matters_most_stays_exact(matters, sst2, tmp_path):
     model = converted(matters)
-    done = trained(model, tmp_path / "work", options_of(sst2, steps=2, keep_exact=1))
+    reported: list[tuple[str, int, int]] = []
+    done = trained(
+        model,
+        tmp_path / "work",
+        options_of(sst2, steps=2, keep_exact=1),
+        progress=lambda *words: reported.append(words),
+    )
+    assert [n for what, n, total in reported if what == "compare the layers" and total == 72] == list(range(72))
     kept = done.kept_exact
     assert kept.numbers == [matters]
     assert layers_of(model) == [1 - matters]

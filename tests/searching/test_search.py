@@ -108,6 +108,7 @@ def test_finds_the_fastest_plan_within_a_budget_and_proves_it_on_other_rows(sear
         "measure plans",
         "time the plans",
         "check the plans",
+        "compare the layers",
     ]
     assert state_sha256(base.model) == base.weights_sha256
 

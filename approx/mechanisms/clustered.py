@@ -229,16 +229,23 @@ class ClusteredAttention(ExactPart):
     def approximates_from(self) -> int:
         """One token more than the clusters, `topk` or a chunk hold; a single key with a shared weight stays exact."""
         if self.has_exact_part:
-            # A tangent of the mass of a single key is exact.
-            return max(0 if self.causal else self._clusters(1) + 1, super().approximates_from() + 1)
+            return self._joined_from(bool(self.far_weight.all()))
         if self.causal:
             chunk = max(self.chunk, (self.topk or 0) + 1)
             return chunk * (1 if chunk - (self.topk or 0) > 1 else 2) + 1
         return max(self._clusters(1), self.topk or 0) + 1
 
+    def differs_from(self) -> int:
+        """As `approximates_from`, but with exact keys factors of heads differ."""
+        return self._joined_from(bool(self.far_weight.any())) if self.has_exact_part else self.approximates_from()
+
+    def _joined_from(self, weighed: bool) -> int:
+        """One token more than the clusters and the exact keys hold; without a factor, the tangent of a single key is exact."""
+        return max(0 if self.causal else self._clusters(1) + 1, self.far_from(1 if weighed else 2))
+
     def approximated_pairs(self, length: int) -> float:
         """Every pair, or where causal those outside the chunks: also keys that queries weigh themselves share a mass."""
-        if length < self.approximates_from():
+        if length < self.differs_from():
             return 0.0
         if self.has_exact_part:
             return super().approximated_pairs(length)

@@ -1,5 +1,6 @@
 """The keys that a cheap mechanism attends to exactly: a window, the first tokens, and tokens chosen by position or content."""
 
+import itertools
 from typing import Any
 
 import torch
@@ -139,14 +140,28 @@ class ExactPart(Mechanism, abstract=True):
         return {"window": max(length, 1)}
 
     def approximates_from(self) -> int:
-        """One key beyond the window and the chosen tokens; two tokens where there are none."""
-        few = self.sinks + len(self._positions)
-        return max(self.window + few + (1 if self.causal else 2), 2)
+        """One key beyond the window of some query and the chosen tokens; two tokens where there are none."""
+        return max(self.far_from(1), 2)
+
+    def far_from(self, count: int) -> int:
+        """Fewest real tokens of which some query has this many far keys."""
+
+        def position(first: int) -> int:
+            """That of the last of so many keys from `first` on that are not chosen."""
+            free = (key for key in itertools.count(max(first, self.sinks)) if key not in self._positions)
+            return next(itertools.islice(free, count - 1, None))
+
+        if not self.window:
+            return position(0) + 1
+        if self.causal:
+            return position(0) + self.window + 1
+        # The first query has the most keys after its window, the last one before it.
+        return min(position(self.window + 1) + 1, position(0) + self.window + 2)
 
     def approximated_pairs(self, length: int) -> float:
         """The pairs outside the window and of other keys than the first; tokens chosen by content are not counted."""
         last = (self.window - self.causal) if self.window else -1
-        chosen = {*range(self.sinks), *self._positions}
+        chosen = {*range(min(self.sinks, length)), *self._positions}
 
         def outside(key: int) -> int:
             """Queries that see a key, but not in their windows."""

@@ -14,7 +14,15 @@ HEADS, SIZE = 4, 16
 ROUNDING = 1e-5
 SETTINGS = {
     "exact-topk": [{"topk": 5}],
-    "clustered": [{"clusters": 4, "chunk": 6}, {"chunk": 1}, {"clusters": 30}, {"frozen": True, "clusters": 7}],
+    "clustered": [
+        {"clusters": 4, "chunk": 6},
+        {"chunk": 1},
+        {"clusters": 30},
+        {"frozen": True, "clusters": 7},
+        {"clusters": 4, "window": 7},
+        {"clusters": 4, "window": 3, "sinks": 2},
+        {"clusters": 30, "window": 1},
+    ],
     "improved-clustered": [
         {"clusters": 4, "topk": 6, "chunk": 3},
         {"clusters": 9, "topk": 6, "chunk": 12},
@@ -89,6 +97,8 @@ SETTINGS = {
         {"cluster": 4, "rounds": 3},
         {"cluster": 5, "dedup": True, "rounds": 1},
         {"cluster": 4, "variant": "shared", "rounds": 2},
+        {"cluster": 4, "rounds": 1, "window": 2},
+        {"cluster": 4, "rounds": 1, "window": 7, "sinks": 2},
     ],
     "adaptive-span": [{"max_span": 3, "ramp": 2}, {"max_span": 7, "ramp": 40}, {"start": "calibrated", "max_span": 9}],
 }

@@ -360,8 +360,16 @@ class LinearAttention(ExactPart):
         return self.heads * (learned + sums + pairs)
 
     def memory(self, length: int) -> int:
-        """Features of queries and keys, the states (one, or one per block of 64), and the outputs or a block's pairs in a window."""
+        """Features of queries and keys, the states (one, or one per block of 64), and the outputs or a block's pairs in a window.
+
+        With exact keys it is that of C, for one thread; plain PyTorch, as on GPUs, holds six times as much.
+        """
         features = self._features()
+        if self.gate and self.has_exact_part and self.update == "sum" and self.feature_map != "gated":
+            # In C: outputs of the near keys and of all, and of one head features, values and, for each block of 32, sums.
+            sums = 0 if self.causal else -(-length // 32) * features * self.head_dim
+            near = self.heads * length * (2 * self.head_dim + 3)
+            return 4 * (near + length * (features + self.head_dim) + sums)
         states = -(-length // 64) * (1 if self.causal else 2) if self.causal or self.window else 1
         pairs = 2 * 64 * self._stretch(length) if self.window else 0
         if self.gate:

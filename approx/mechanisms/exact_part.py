@@ -11,7 +11,8 @@ from approx.mechanisms.mechanism import BY_CONTENT, Mechanism, chosen_by_content
 from approx_kernels.ops.exact.api import exact_attention
 from approx_kernels.ops.near_keys.api import Exactly, Part, first_keys, joined
 from approx_kernels.ops.near_keys.reference import lowest
-from approx_kernels.tokens import check_shapes, drop_keys
+from approx_kernels.runtime.pytorch import drop_keys
+from approx_kernels.tokens import check_shapes
 
 # Values of `global_tokens` that choose no token; conversion replaces `auto`.
 NONE = ("auto", "none")

@@ -17,7 +17,8 @@ from approx_kernels.ops.exact_part.api import (
     linear_parts,
     near_and_mass,
 )
-from approx_kernels.ops.linear.api import FEATURE_MAPS, FORGETFUL, linear_attention, linear_decode
+from approx_kernels.ops.linear.api import FEATURE_MAPS, linear_attention, linear_decode
+from approx_kernels.ops.linear.reference import FORGETFUL
 from approx_kernels.ops.performer.api import draw_projection
 from approx_kernels.tokens import blank_padding, check_shapes
 

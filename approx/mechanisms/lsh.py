@@ -9,7 +9,8 @@ from approx.errors import ApproxError, Exit
 from approx.mechanisms.exact_part import ExactPart
 from approx.mechanisms.mechanism import one_of, power_of_two, seed_number, true_or_false, whole_number
 from approx_kernels.ops.exact.api import exact_attention
-from approx_kernels.ops.lsh.api import VARIANTS, draw_projections, is_exact, lsh_attention, lsh_parts
+from approx_kernels.ops.lsh.api import VARIANTS, draw_projections, lsh_attention
+from approx_kernels.ops.lsh.reference import is_exact, lsh_parts
 from approx_kernels.ops.near_keys.api import Part
 
 # Most rounds at which deduplication adds under 10% to the time, for the variants where that is possible.

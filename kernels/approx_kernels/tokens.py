@@ -167,11 +167,6 @@ def blank_for_gradients(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None
     return blank_padding(q, k, v, key_mask) if wanted else (q, k, v)
 
 
-def drop_keys(values: Tensor, dropout: float) -> Tensor:
-    """Values with whole keys dropped at the given probability, and the others scaled up."""
-    return values * F.dropout(values.new_ones(values.shape[:-1]), dropout)[..., None] if dropout else values
-
-
 def attend_to_nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The outputs of queries without keys: zeros [B, H, L, E], with gradients of 0 in q, k and v."""
     nothing = q[..., :0].sum() + k[..., :0].sum() + v[..., :0].sum()

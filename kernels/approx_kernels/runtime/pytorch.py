@@ -203,3 +203,8 @@ def capturing() -> bool:
     """Whether a CUDA graph is being captured; its inputs must stay alive, and synchronising is not allowed."""
     # Builds without CUDA raise an error here.
     return torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()
+
+
+def drop_keys(values: Tensor, dropout: float) -> Tensor:
+    """Values with whole keys dropped at the given probability, and the others scaled up."""
+    return values * F.dropout(values.new_ones(values.shape[:-1]), dropout)[..., None] if dropout else values

@@ -12,8 +12,8 @@ from approx_kernels.ops.near_keys.cpu import near_lists
 from approx_kernels.ops.near_keys.reference import Exactly, far_mask, lowest, per_query_head, reach
 from approx_kernels.ops.performer.reference import FLOOR
 from approx_kernels.runtime.custom_op import custom_op
-from approx_kernels.runtime.pytorch import without_autocast
-from approx_kernels.tokens import State, blank_padding, drop_keys, empty_rows
+from approx_kernels.runtime.pytorch import drop_keys, without_autocast
+from approx_kernels.tokens import State, blank_padding, empty_rows
 
 
 def far_obstacle(*tensors: Tensor | None) -> str | None:

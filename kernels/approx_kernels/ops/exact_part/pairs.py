@@ -12,8 +12,8 @@ from approx_kernels.ops.exact_part.reference import PerformerFar
 from approx_kernels.ops.linear.reference import scaled
 from approx_kernels.ops.near_keys.reference import Exactly, lowest, per_query_head, reach
 from approx_kernels.ops.performer.reference import FLOOR
-from approx_kernels.runtime.pytorch import without_autocast
-from approx_kernels.tokens import blank_padding, drop_keys
+from approx_kernels.runtime.pytorch import drop_keys, without_autocast
+from approx_kernels.tokens import blank_padding
 
 # Longer inputs have fewer products by sums over keys.
 LONGEST = 1024

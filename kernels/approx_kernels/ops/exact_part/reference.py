@@ -33,8 +33,8 @@ from approx_kernels.ops.near_keys.reference import (
 )
 from approx_kernels.ops.performer.reference import SUMS as UNIFORM
 from approx_kernels.ops.performer.reference import mixed, performer_heads, value_sums
-from approx_kernels.runtime.pytorch import without_autocast
-from approx_kernels.tokens import PARTS, State, blank_padding, content, drop_keys, extended, first_and_newest
+from approx_kernels.runtime.pytorch import drop_keys, without_autocast
+from approx_kernels.tokens import PARTS, State, blank_padding, content, extended, first_and_newest
 
 # From queries [B, H, L, F], keys [B, G, n, F], values [B, G, n, E], a mask [B, n] and whether it is causal, bottom-right.
 Estimate = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], Part]
@@ -406,6 +406,22 @@ def _exact_keys(ring: State, chosen: Tensor | None, sinks: int, count: int) -> S
     return first_and_newest(parts, sinks, count)
 
 
+def plain_features(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, *, far: PerformerFar, state: State | None = None
+) -> Part:
+    """Attention by random features, mixed with uniform attention, after a state."""
+    how = {"projection": far.projection, "offsets": far.offsets, "kernel": far.kernel, "scale": far.scale}
+    own = None if state is None else {name: x for name, x in state.items() if name != UNIFORM}
+    out, logs, _ = performer_heads(q, k, v, mask, **how, causal=causal, state=own)
+    return Part(_with_share(out, v, mask, far, causal, None if state is None else state.get(UNIFORM)), logs)
+
+
+def _with_share(
+    out: Tensor, v: Tensor, mask: Tensor | None, far: PerformerFar, causal: bool, earlier: Tensor | None = None
+) -> Tensor:
+    return out if far.share is None else mixed(out, v, mask, far.share, causal=causal, earlier=earlier)[0]
+
+
 def performer_and_exact(
     q: Tensor,
     k: Tensor,
@@ -435,12 +451,11 @@ def attend_performer(
     more: bool = False,
 ) -> Tensor:
     """Performer estimates joined with the near keys, by implementations of both; that of features is one such as `plain_features`."""
-    q, k, v = blank_padding(q, k, v, key_mask)
-    v = drop_keys(v, dropout)
     with without_autocast(q.device.type):
-        near = near_op(q, k, v, key_mask, **exactly._asdict())
-        estimates = _performer_far(q, v, key_mask, mapped, exactly, far, features_op, more)
-        return joined([Part(near.out, near.log.to(far.logs.dtype)), *estimates]).to(q.dtype)
+        form = {"mapped": mapped, "exactly": exactly, "far": far, "more": more}
+        values = drop_keys(v, dropout)
+        near, estimates = performer_parts(q, k, values, key_mask, **form, near_op=near_op, features_op=features_op)
+        return joined([near._replace(log=near.log.to(far.logs.dtype)), *estimates]).to(q.dtype)
 
 
 def performer_parts(
@@ -452,24 +467,13 @@ def performer_parts(
     mapped: tuple[Tensor, Tensor],
     exactly: Exactly,
     far: PerformerFar,
-) -> tuple[Part, list[Part]]:
-    """What `performer_and_exact` joins."""
-    q, k, v = blank_padding(q, k, v, key_mask)
-    near = near_keys(q, k, v, key_mask, **exactly._asdict())
-    return Part(near.out, near.log), _performer_far(q, v, key_mask, mapped, exactly, far, plain_features)
-
-
-def _performer_far(
-    q: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    mapped: tuple[Tensor, Tensor],
-    exactly: Exactly,
-    far: PerformerFar,
-    features_op: Callable[..., Part],
+    near_op: NearOp = near_keys,
+    features_op: Callable[..., Part] = plain_features,
     more: bool = False,
-) -> list[Part]:
-    """The parts outside the window, as estimates of `exp(scale q.k)` times each head's factor."""
+) -> tuple[Part, list[Part]]:
+    """What `performer_and_exact` joins: the near keys, and the others as estimates of `exp(scale q.k)` times each head's factor."""
+    q, k, v = blank_padding(q, k, v, key_mask)
+    near = near_op(q, k, v, key_mask, **exactly._asdict())
     inputs = *mapped, per_query_head(q, v), far_mask(key_mask, exactly.chosen)
     ways: dict[str, Any] = {"window": exactly.window, "causal": exactly.causal, "more": more}
     share = None if exactly.causal else far.share
@@ -480,7 +484,8 @@ def _performer_far(
         log = torch.stack([part.log for part in parts]).logsumexp(0)
         parts = [Part(out + share.to(out.dtype)[:, None, None] * (mean - out), log)]
     logs, bound = far.factors(), lowest(far.logs.dtype)
-    return [Part(part.out, torch.where(part.log > bound / 2, part.log + logs, bound)) for part in parts]
+    parts = [Part(part.out, torch.where(part.log > bound / 2, part.log + logs, bound)) for part in parts]
+    return Part(near.out, near.log), parts
 
 
 def _mean(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Part:
@@ -488,22 +493,6 @@ def _mean(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) ->
     sums, _ = value_sums(v.to(torch.promote_types(v.dtype, torch.float32)), mask, q.shape[2], causal)
     sums = sums.expand(-1, -1, q.shape[2], -1)
     return Part(sums[..., :-1] / sums[..., -1:].clamp(min=1), logs_of(sums[..., -1]))
-
-
-def plain_features(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, *, far: PerformerFar, state: State | None = None
-) -> Part:
-    """Attention by random features, mixed with uniform attention, after a state."""
-    how = {"projection": far.projection, "offsets": far.offsets, "kernel": far.kernel, "scale": far.scale}
-    own = None if state is None else {name: x for name, x in state.items() if name != UNIFORM}
-    out, logs, _ = performer_heads(q, k, v, mask, **how, causal=causal, state=own)
-    return Part(_with_share(out, v, mask, far, causal, None if state is None else state.get(UNIFORM)), logs)
-
-
-def _with_share(
-    out: Tensor, v: Tensor, mask: Tensor | None, far: PerformerFar, causal: bool, earlier: Tensor | None = None
-) -> Tensor:
-    return out if far.share is None else mixed(out, v, mask, far.share, causal=causal, earlier=earlier)[0]
 
 
 def performer_and_exact_decode(

@@ -6,13 +6,14 @@ from torch import Tensor
 from approx_kernels.dispatch.implementation import choose
 from approx_kernels.gpu.language import ranked
 from approx_kernels.ops.linear.decode import continue_in_place, decode_obstacle, state_obstacle
-from approx_kernels.ops.linear.reference import FEATURE_MAPS, FORGETFUL, own_parts
+from approx_kernels.ops.linear.reference import FEATURE_MAPS, own_parts
 from approx_kernels.ops.linear.reference import linear_attention as plain_attention
 from approx_kernels.ops.linear.reference import linear_decode as plain_decode
 from approx_kernels.ops.linear.triton_decode import continue_by_kernels, step_obstacle
 from approx_kernels.ops.linear.triton_heads import linear_kernels, linear_obstacle
 from approx_kernels.ops.linear.triton_window import windowed_kernels
 from approx_kernels.ops.linear.window_cpu import linear_parts, obstacle
+from approx_kernels.runtime.pytorch import drop_keys
 from approx_kernels.tokens import (
     State,
     check_form,
@@ -23,11 +24,10 @@ from approx_kernels.tokens import (
     check_shapes,
     check_state,
     check_word,
-    drop_keys,
     in_order,
 )
 
-__all__ = ["FEATURE_MAPS", "FORGETFUL", "linear_attention", "linear_decode"]
+__all__ = ["FEATURE_MAPS", "linear_attention", "linear_decode"]
 
 
 def linear_attention(

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from approx_kernels.runtime.pytorch import without_autocast
-from approx_kernels.tokens import State, blank_padding, content, drop_keys, extended, in_order, newest, sharing, turns
+from approx_kernels.runtime.pytorch import drop_keys, without_autocast
+from approx_kernels.tokens import State, blank_padding, content, extended, in_order, newest, sharing, turns
 
 # Numbers in a working set: half a MiB of float32, which fits into a core's own cache.
 _CACHED = 2**17

@@ -13,7 +13,6 @@ from approx_kernels.ops.lsh.reference import (
     VARIANTS,
     draw_projections,
     is_exact,
-    lsh_parts,
     own_key,
     unit_keys,
     without_padded_queries,
@@ -32,7 +31,7 @@ from approx_kernels.tokens import (
     without_padding,
 )
 
-__all__ = ["VARIANTS", "draw_projections", "is_exact", "lsh_attention", "lsh_parts"]
+__all__ = ["VARIANTS", "draw_projections", "lsh_attention"]
 
 
 def lsh_attention(

@@ -29,6 +29,7 @@ from approx_kernels.ops.performer.triton_heads import (
     performer_prompt,
     prompt_obstacle,
 )
+from approx_kernels.runtime.pytorch import drop_keys
 from approx_kernels.tokens import (
     State,
     check_form,
@@ -37,7 +38,6 @@ from approx_kernels.tokens import (
     check_state,
     check_tensor,
     check_word,
-    drop_keys,
     in_order,
     in_turns,
     turns,

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from approx_kernels.ops.linear.reference import continue_sums
-from approx_kernels.runtime.pytorch import without_autocast
-from approx_kernels.tokens import State, blank_padding, check_draw, check_form, drop_keys, in_order, sharing, turns
+from approx_kernels.runtime.pytorch import drop_keys, without_autocast
+from approx_kernels.tokens import State, blank_padding, check_draw, check_form, in_order, sharing, turns
 
 KERNELS = ("softmax", "relu")
 # Numbers in a working set: half a MiB of float32, which fits into a core's own cache.

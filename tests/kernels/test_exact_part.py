@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from approx_kernels.dispatch.implementation import chosen as run_by
 from approx_kernels.dispatch.implementation import implementation
+from approx_kernels.ops.exact_part import cpu
 from approx_kernels.ops.exact_part.api import (
     LinearFar,
     PerformerFar,
@@ -425,6 +426,29 @@ def test_decoding_gives_what_the_whole_gives_from_a_state_of_constant_size(sinks
         assert max(sizes) <= sinks + max(window - 1, 0)
         real = mask[:, None, :, None]
         torch.testing.assert_close(torch.cat(out, 2) * real, whole * real, rtol=1e-4, atol=1e-5)
+
+
+@needs_compiler
+def test_one_pass_in_c_runs_wherever_nothing_needs_a_gradient(monkeypatch):
+    called = []
+
+    def spied(name, *arguments):
+        called.append(name)
+        compiled(name, *arguments)
+
+    compiled = cpu.call
+    monkeypatch.setattr(cpu, "call", spied)
+    q = torch.randn(1, 2, 20, 8)
+    rows = draw_projection(8, features=16, orthogonal=True, seed=1)
+    linear = linear_far("hedgehog", 2, 8, 24, torch.float32)
+    performer = PerformerFar(rows, None, None, "softmax", SCALE, torch.zeros(2), q.square().sum(-1) / -2)
+    for learning in (False, True):
+        q.requires_grad_(learning)
+        for causal in (False, True):
+            linear_and_exact(q, q, q, exactly=Exactly(causal, 3, None, SCALE), far=linear, impl="cpu")
+        performer_and_exact(q, q, q, mapped=(q, q), exactly=Exactly(False, 3, None, SCALE), far=performer, impl="cpu")
+        assert called == ([] if learning else ["linear/far.c"] * 3)
+        called.clear()
 
 
 @pytest.mark.parametrize("kernel", ["softmax", "relu"])

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from approx_kernels.dispatch.implementation import choose
 from approx_kernels.ops.exact_part.cpu import (
-    far_obstacle,
     has_gradients,
     linear_in_one_pass,
     performer_in_one_pass,
+    runs_in_one_pass,
 )
 from approx_kernels.ops.exact_part.delta import delta_by_fla, delta_in_c, fla_obstacle
 from approx_kernels.ops.exact_part.pairs import LONGEST, performer_of_pairs
@@ -189,7 +189,7 @@ def performer_and_exact(
         return plain_performer(q, k, v, key_mask, mapped=mapped, exactly=exactly, far=far, dropout=dropout)
     if of_pairs:
         return performer_of_pairs(q, k, v, key_mask, mapped, exactly, far, dropout)
-    if exactly.causal or far_obstacle(q, k, v, *mapped, *learned):
+    if exactly.causal or not runs_in_one_pass(q, k, v, *mapped, *learned):
         # A causal query must not depend on later keys, not even by rounding.
         return attend_performer(q, k, v, key_mask, mapped, exactly, far, near_lists, _features, dropout)
     return performer_in_one_pass(q, k, v, key_mask, mapped, exactly, far, dropout)
@@ -199,9 +199,9 @@ def _linear_in_c(q: Tensor, k: Tensor, v: Tensor, far: LinearFar) -> Callable[..
     """`attend_linear` in one pass, or, where it forgets or needs gradients, from parts."""
     if far.feature_map in FORGETFUL:
         return partial(attend_linear, near_op=near_lists, sums_op=_sums, delta_op=delta_in_c)
-    if far_obstacle(q, k, v, *(far.maps or ()), far.query_gate, far.key_gate):
-        return partial(attend_linear, near_op=near_lists, sums_op=_sums)
-    return linear_in_one_pass
+    if runs_in_one_pass(q, k, v, *(far.maps or ()), far.query_gate, far.key_gate):
+        return linear_in_one_pass
+    return partial(attend_linear, near_op=near_lists, sums_op=_sums)
 
 
 def _sums(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Part:

@@ -16,11 +16,9 @@ from approx_kernels.runtime.pytorch import drop_keys, without_autocast
 from approx_kernels.tokens import State, blank_padding, empty_rows
 
 
-def far_obstacle(*tensors: Tensor | None) -> str | None:
-    """Why estimates for far keys cannot be joined in C, with the remedy; None if they can."""
-    if has_gradients(*tensors):
-        return "it has no gradient. Ask for 'auto', which takes what has one."
-    return c_obstacle("linear/far.c", *(x for x in tensors[:1] if x is not None))
+def runs_in_one_pass(q: Tensor, *others: Tensor | None) -> bool:
+    """Whether estimates for far keys can be joined in C: nothing needs a gradient."""
+    return not has_gradients(q, *others) and c_obstacle("linear/far.c", q) is None
 
 
 def has_gradients(*tensors: Tensor | None) -> bool:

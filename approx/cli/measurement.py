@@ -19,7 +19,7 @@ _PANEL = "Measure"
 _EVALUATE = Stage(
     "approx.evaluation.options.EvaluateStage",
     panels={
-        "Task": "task data settings split limit streaming truncate max_length",
+        "Task": "task data settings split limit min_length streaming truncate max_length",
         "Checkpoint": "",
         "Machine": "batch_size fast_products",
     },

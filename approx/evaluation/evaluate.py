@@ -296,6 +296,7 @@ def evaluate(
         with _attributed(subject):
             task.check(subject.model)
     loaded = task.load(data, options.split, options.limit, streaming=options.streaming)
+    loaded = task.at_least(loaded, models[0].processor, options.min_length)
     prepared = prepare(
         models,
         task,
@@ -355,6 +356,7 @@ def evaluate(
         notes=[
             *loaded.notes,
             *([f"read to {options.max_length:,} tokens"] if options.max_length else []),
+            *([f"only inputs of at least {options.min_length:,} tokens"] if options.min_length else []),
             *label_order(task, predictions[models[0].name], labels, models[0].model.config),
         ],
         rows=None if (tally := loaded.tally) is None else Rows(read=tally.read, skipped={**+tally.skipped}),

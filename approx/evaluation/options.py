@@ -22,6 +22,7 @@ class EvaluateOptions(Model):
         split: Split to use. Default: the task's default.
         limit: Use only the first examples, this many; the result is labelled a subset.
         streaming: Read a hub dataset while it downloads, up to the limit, without storing it.
+        min_length: Use only examples with an input of at least this many tokens; mechanisms may be exact on shorter ones.
         batch_size: Inputs per batch; auto chooses it by their length.
         margin: Acceptable loss: in points; of losses and bits per byte in percent of the base's. Default: 1, of error
             rates 0.5.
@@ -35,6 +36,7 @@ class EvaluateOptions(Model):
     split: str | None = None
     limit: Count | None = None
     streaming: bool = False
+    min_length: Count | None = None
     batch_size: Count | Literal["auto"] = 32
     margin: Annotated[float, Field(ge=0)] | None = None
     max_length: Count | None = None

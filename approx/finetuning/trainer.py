@@ -1071,8 +1071,7 @@ def read_data(options: FinetuneStage, model: Any, processor: Any, *, labelled: b
             split = _split_of(task, options, texts)
             packed = _packed(task, split, processor, limit or _USUAL_TOKENS)
         split = packed
-    if options.min_length is not None:
-        split = _long_enough(task, split, processor, limit, options.min_length)
+    split = task.at_least(split, processor, options.min_length, limit)
     trained, held_out = _held_out(task, split, options.validation, options.seed)
     rows, encodings = [], []
     for number, example in enumerate(trained):
@@ -1193,21 +1192,6 @@ def _refuse_reported(task: Task, options: FinetuneStage) -> None:
         "or choose examples by the task's settings (such as the articles of squad) and evaluate on others.",
         Exit.REFUSED,
     )
-
-
-def _long_enough(task: Task, split: Split, processor: Any, limit: int | None, least: int) -> Split:
-    """The examples with an input of at least so many tokens."""
-    longest = [
-        max((task.tokens(encoding) for encoding in task.encode(example, processor, limit)), default=0)
-        for example in split.examples
-    ]
-    if max(longest) < least:
-        raise ApproxError(
-            f"{task.name}: no training example has the {least} tokens of --min-length; the longest has {max(longest)}.",
-            Exit.UNAVAILABLE,
-        )
-    chosen = [example for example, tokens in zip(split.examples, longest, strict=True) if tokens >= least]
-    return replace(split, examples=chosen)
 
 
 def _held_out(task: Task, split: Split, count: int, seed: int) -> tuple[list[Example], list[Example]]:

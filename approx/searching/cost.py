@@ -219,7 +219,7 @@ def of_task(base: Checkpoint, processor: Any, task: Task, stage: SearchStage, se
     """
     task.check(base.model)
     loaded = task.load(None if stage.data is None else Path(stage.data), stage.split, stage.limit)
-    examples = _long_enough(task, processor, loaded.examples, stage.min_length)
+    examples = task.at_least(loaded, processor, stage.min_length).examples
     searched, proven = _divided(examples, stage.examples, seed)
     if min(len(searched), len(proven)) < _FEWEST:
         long = "" if stage.min_length is None else f" of at least {stage.min_length} tokens"
@@ -293,13 +293,6 @@ def _around(processor: Any, text: str) -> tuple[list[int], list[int]]:
     whole, inside = processor(text)["input_ids"], processor(text, add_special_tokens=False)["input_ids"]
     before = next(place for place in range(len(whole)) if whole[place : place + len(inside)] == inside)
     return whole[:before], whole[before + len(inside) :]
-
-
-def _long_enough(task: Task, processor: Any, examples: list[Example], least: int | None) -> list[Example]:
-    if least is None:
-        return examples
-    longest = [max((task.tokens(one) for one in task.encode(example, processor)), default=0) for example in examples]
-    return [example for example, tokens in zip(examples, longest, strict=True) if tokens >= least]
 
 
 def _part(base: Checkpoint, processor: Any, task: Task, split: Split, *, truncate: bool) -> Part:

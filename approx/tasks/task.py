@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
@@ -208,6 +209,32 @@ class Task(ABC):
     def tokens(self, encoding: Encoding) -> int:
         """Tokens of an encoding."""
         return len(next(iter(encoding.values()), ()))
+
+    def at_least(self, split: Split, processor: Any, tokens: int | None, limit: int | None = None) -> Split:
+        """The examples with an input of so many tokens or more; all where `tokens` is None.
+
+        Args:
+            split: Examples of this task.
+            processor: Tokenizer or feature extractor.
+            tokens: Tokens of an input at least.
+            limit: Tokens of an input at most, as in `encode`.
+
+        Raises:
+            ApproxError: if no example is left.
+        """
+        if tokens is None:
+            return split
+        longest = [
+            max(map(self.tokens, self.encode(example, processor, limit)), default=0) for example in split.examples
+        ]
+        if max(longest, default=0) < tokens:
+            raise ApproxError(
+                f"{self.name}: none of {len(longest)} examples has the {tokens} tokens of --min-length; the longest has "
+                f"{max(longest, default=0)}.",
+                Exit.UNAVAILABLE,
+            )
+        chosen = [example for example, length in zip(split.examples, longest, strict=True) if length >= tokens]
+        return replace(split, examples=chosen, subset=split.subset or len(chosen) < len(longest))
 
     def positions(self, encoding: Encoding, config: Any) -> int:
         """Positions of an encoding in the model's attention, without padding; by default one per token.

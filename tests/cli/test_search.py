@@ -189,7 +189,7 @@ WRONG = {
     "examples of no such length": (
         ["--budget", "loss<=1", "--task", "needle", "--min-length", "5000"],
         Exit.UNAVAILABLE,
-        "at least 5000 tokens",
+        "has the 5000 tokens of --min-length",
     ),
     "a missing text": (["--budget", "kl<=1", "--text", "none.txt"], Exit.UNAVAILABLE, "cannot be read"),
     "no sensitivities": (

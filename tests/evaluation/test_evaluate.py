@@ -196,6 +196,19 @@ def test_inputs_longer_than_the_positions_are_refused_or_cut_and_counted(data):
     assert shorter.truncated > entry.truncated
 
 
+def test_min_length_scores_long_examples_alone_and_says_so(data):
+    models = subjects(tiny_model(2))
+    every, longer = (evaluate(models, SST2, EvaluateOptions(min_length=least), data=data) for least in (None, 20))
+    assert 0 < longer.examples < every.examples
+    assert (longer.subset, longer.notes[0]) == (True, "only inputs of at least 20 tokens")
+    assert known(longer.tokens).median >= 20
+    refused(
+        r"none of 60 examples has the 23 tokens of --min-length; the longest has 22",
+        Exit.UNAVAILABLE,
+        lambda: evaluate(models, SST2, EvaluateOptions(min_length=23), data=data),
+    )
+
+
 def test_robertas_positions_start_behind_the_padding_token():
     config = transformers.RobertaConfig(
         vocab_size=len(WORDS),

@@ -22,6 +22,7 @@ from approx.finetuning.trainer import (
     tensors_to,
 )
 from approx.tasks.example import Example, Split
+from approx.tasks.task import Task
 from tiny_classifier import tiny_model, tiny_tokenizer
 from tiny_decoder import tiny_gpt2
 from tiny_study import LABELS, SENTENCES
@@ -79,7 +80,7 @@ def test_min_length_leaves_out_short_inputs(sst2):
     assert min(lengths) >= 7 > min(every.tokens(row) for row in range(len(every.rows)))
     examples = {example.id for data in (longer.split, longer.held_out) for example in data.examples}
     assert 0 < len(examples) < 40
-    with pytest.raises(ApproxError, match="none of \\d+ examples has the 1000 tokens of --min-length") as caught:
+    with pytest.raises(ApproxError, match=r"none of \d+ examples has the 1000 tokens of --min-length") as caught:
         data_of(FinetuneStage(task="glue/sst2", data=sst2, min_length=1000))
     assert caught.value.exit_code == Exit.UNAVAILABLE
 
@@ -127,7 +128,7 @@ def test_an_example_without_inputs_is_too_short_for_any_length():
         name="lm", tokens=len, encode=lambda example, processor, limit: example.inputs["windows"]
     )
     examples = [Example(str(row), {"windows": windows}, None) for row, windows in enumerate(([], ["ab", "c"]))]
-    chosen = task.at_least(Split("train", examples, False), None, 1).examples
+    chosen = Task.at_least(task, Split("train", examples, False), None, 1).examples
     assert [example.id for example in chosen] == ["1"]
 
 

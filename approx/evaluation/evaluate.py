@@ -296,7 +296,7 @@ def evaluate(
         with _attributed(subject):
             task.check(subject.model)
     loaded = task.load(data, options.split, options.limit, streaming=options.streaming)
-    loaded = task.at_least(loaded, models[0].processor, options.min_length)
+    loaded = task.at_least(task.labelled(loaded), models[0].processor, options.min_length)
     prepared = prepare(
         models,
         task,

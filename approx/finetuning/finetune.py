@@ -186,6 +186,8 @@ def prepare_training(
     language = next((mode for mode in modes if mode in ("clm", "mlm")), "mlm" if masked else "clm")
     supervised = {"task", "clm", "mlm"} & set(modes) or ("distill" in modes and options.distill.labels > 0)
     read = trainer.read_data(options, model, processor, labelled=bool(supervised), language=language)
+    if {"transfer", "distill"} & set(modes) and read.task.writes(model):
+        read = replace(read, imitation=trainer.Imitation(teacher or trainer.teacher_of(model), read.task, processor))
     if options.keep_exact is not None:
         # Rounding may differ between processes.
         kept_exact = evaluate.agree(kept_exact or _most_divergent(model, read, options, teacher, progress))
@@ -208,7 +210,7 @@ def prepare_training(
                 options,
                 read,
                 sample=sample,
-                teacher=teacher,
+                teacher=teacher or (read.imitation and read.imitation.teacher),
                 share=shares[mode] / sum(shares.values()),
                 gently=mode == "distill" and "transfer" in chosen[:number],
                 adapted=mode in adapted,
@@ -529,9 +531,10 @@ def _projections(model: Any, sample: dict[str, Any]) -> list[str]:
 
 
 def _measure(model: Any, read: trainer.TrainingData) -> Measure:
-    """The task's first metric on the held-out examples; no value if the model lacks the head."""
+    """The task's first metric on the held-out examples; no value if the model lacks the head, or they have no labels."""
     try:
         read.task.check(model)
+        read.task.labelled(read.held_out)
     except ApproxError:
         return Measure("loss", True, None)
     name = read.task.metrics[0]

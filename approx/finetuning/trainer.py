@@ -47,6 +47,7 @@ from approx.planning.plan import described
 from approx.seam.observe import Call, observe
 from approx.tasks import open_task
 from approx.tasks.classification import SEVERAL, kind_of_outputs
+from approx.tasks.padding import IGNORED, padded_labels
 from approx.tasks.task import Encoding, Example, Split, Task
 from approx.tasks.text import Text
 from approx_kernels.ops.fastest.api import fastest_attention
@@ -383,7 +384,7 @@ class Distill:
         with torch.no_grad():
             target, target_attention = self._run(self._teacher, self._teacher, unlabelled)
         outputs, attention = self._run(model, inner, inputs if weights.labels else unlabelled)
-        mask = unlabelled.get("attention_mask")
+        mask = unlabelled.get("decoder_attention_mask", unlabelled.get("attention_mask"))
         several = kind_of_outputs(self._teacher.config) == SEVERAL
         compared = [name for name in target if name.endswith("logits")] if weights.logits else []
         terms: list[Tensor] = []
@@ -394,7 +395,7 @@ class Distill:
             apart = _distance(one, other, mask, weights.temperature, several=several)
             terms.append(weights.logits * apart / len(compared))
         if weights.hidden:
-            layers = list(zip(outputs.hidden_states[1:], target.hidden_states[1:], strict=True))
+            layers = list(zip(_hidden(outputs), _hidden(target), strict=True))
             terms += [
                 weights.hidden * relative_error(one, other, _fitting(mask, one)) / len(layers) for one, other in layers
             ]
@@ -434,6 +435,13 @@ class Distill:
         more = {"output_hidden_states": True} if self._weights.hidden else {}
         with observe(inner, keep) if self._weights.attention else nullcontext():
             return model(**inputs, **more), attention
+
+
+def _hidden(outputs: Any) -> list[Tensor]:
+    """What each layer puts out, [B, L, D]; of an encoder and a decoder, all layers of both."""
+    if "encoder_hidden_states" in outputs:
+        return [*outputs.encoder_hidden_states[1:], *outputs.decoder_hidden_states[1:]]
+    return list(outputs.hidden_states[1:])
 
 
 class KeptLogits:
@@ -939,6 +947,7 @@ class TrainingData:
         processor: Tokenizer or feature extractor.
         config: Config of the model.
         used: Number of held-out examples that are used, since more would take too long; None for all.
+        imitation: What the decoder of a model with one reads in `transfer` and `distill`; None for other models.
     """
 
     task: Task
@@ -951,6 +960,7 @@ class TrainingData:
     processor: Any
     config: Any
     used: int | None = None
+    imitation: "Imitation | None" = None
 
     @property
     def validated(self) -> Split:
@@ -979,11 +989,50 @@ class TrainingData:
         made = self.task.collate(encodings, self.processor)
         if self.labelled:
             made |= self.task.targets(examples, encodings, self.processor, self.config)
-        return made
+        return made if self.imitation is None else self.imitation.of(made)
 
     def tokens(self, row: int) -> int:
         """Number of tokens of an input."""
         return self.task.tokens(self.encodings[row])
+
+
+class Imitation:
+    """What the decoder reads in `transfer` and `distill`: the transcript, or without one what the exact model writes.
+
+    Source: Kim and Rush 2016, "Sequence-Level Knowledge Distillation", arXiv 1606.07947; Gandhi et al. 2023, Distil-Whisper,
+    arXiv 2311.00430.
+
+    Args:
+        teacher: The exact model, which writes; each input once.
+        task: The task, which says how the model writes.
+        processor: Feature extractor and tokenizer.
+    """
+
+    def __init__(self, teacher: Any, task: Task, processor: Any) -> None:
+        self.teacher, self._task, self._processor = teacher.eval(), task, processor
+        self._written: dict[bytes, list[int]] = {}
+
+    @torch.no_grad()
+    def of(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The batch with `decoder_input_ids` and `decoder_attention_mask`, [B, S]."""
+        labels = batch["labels"] if "labels" in batch else padded_labels(self._rows(batch))
+        config, real = self.teacher.config, labels != IGNORED
+        # As transformers' models shift targets.
+        read = labels.masked_fill(~real, config.pad_token_id).roll(1, -1)
+        read[:, 0] = config.decoder_start_token_id
+        return {**batch, "decoder_input_ids": read, "decoder_attention_mask": real.long()}
+
+    def _rows(self, batch: dict[str, Tensor]) -> list[list[int]]:
+        features = batch[self.teacher.main_input_name]
+        keys = [hashlib.sha256(row.numpy().tobytes()).digest() for row in features]
+        if new := [row for row, key in enumerate(keys) if key not in self._written]:
+            some = {name: x[new].to(self.teacher.device) for name, x in batch.items()}
+            some = {name: x.to(self.teacher.dtype) if x.is_floating_point() else x for name, x in some.items()}
+            made, end = self._task.imitated(self.teacher, some, self._processor), self.teacher.config.eos_token_id
+            for row, tokens in zip(new, made["labels"].tolist(), strict=True):
+                # A model that writes nothing writes its end.
+                self._written[keys[row]] = [token for token in tokens if token != IGNORED] or [end]
+        return [self._written[key] for key in keys]
 
 
 class Schedule(Dataset[tuple[int, int]]):
@@ -1057,7 +1106,8 @@ def read_data(options: FinetuneStage, model: Any, processor: Any, *, labelled: b
     split = _split_of(task, options, most)
     if labelled:
         task.check(model)
-    elif task.input_name != model.main_input_name:
+        split = task.labelled(split)
+    elif task.input_name != model.main_input_name and not task.writes(model):
         raise ApproxError(
             f"{task.name} makes {task.input_name}, but a {type(model).__name__} takes {model.main_input_name}. Train "
             "it on a task for its kind of input.",

@@ -239,7 +239,7 @@ def rehearse(base: checkpoint.Checkpoint, stage: EvaluateStage) -> str:
         None if stage.data is None else Path(stage.data), stage.split, stage.limit, streaming=stage.streaming
     )
     subject = Subject(BASE, base.model, checkpoint.processor(base.source))
-    split = task.at_least(split, subject.processor, stage.min_length)
+    split = task.at_least(task.labelled(split), subject.processor, stage.min_length)
     prepared = prepare(
         [subject], task, split, batch_size=stage.inputs_per_batch, max_length=stage.max_length, truncate=stage.truncate
     )

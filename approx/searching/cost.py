@@ -219,7 +219,7 @@ def of_task(base: Checkpoint, processor: Any, task: Task, stage: SearchStage, se
     """
     task.check(base.model)
     loaded = task.load(None if stage.data is None else Path(stage.data), stage.split, stage.limit)
-    examples = task.at_least(loaded, processor, stage.min_length).examples
+    examples = task.at_least(task.labelled(loaded), processor, stage.min_length).examples
     searched, proven = _divided(examples, stage.examples, seed)
     if min(len(searched), len(proven)) < _FEWEST:
         long = "" if stage.min_length is None else f" of at least {stage.min_length} tokens"

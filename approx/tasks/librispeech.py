@@ -42,7 +42,7 @@ class LibriSpeech(Transcription):
 
     Args:
         split: A key of `LIBRISPEECH`.
-        settings: Decoding settings of `Transcription`: `beams`, `ngram`, `ngram_weight`, `word_reward`, `language`.
+        settings: Settings of `Transcription`: `beams`, `ngram`, `ngram_weight`, `word_reward`, `language`, `untranscribed`.
     """
 
     dataset = _HUB_DATASET
@@ -108,7 +108,7 @@ class LibriSpeech(Transcription):
         splits = [known for known in LIBRISPEECH for room in (data, data / "LibriSpeech") if (room / known).is_dir()]
         if named in LIBRISPEECH and named != self._split:
             splits = [named]
-        if splits or not any(data.rglob("*.trans.txt")):
+        if splits or not (any(data.rglob("*.trans.txt")) or (self.untranscribed and _recordings(data))):
             there = ", ".join(splits) or "no transcripts (*.trans.txt)"
             raise ApproxError(f"{self.name}: looked for {self._split} in {data}, found {there}.", Exit.UNAVAILABLE)
         return data
@@ -128,8 +128,13 @@ class LibriSpeech(Transcription):
                 tally.read += 1
                 yield _example(name, text, Recording.of(str(stored[0]), stored[0]))
         # With a limit, this is not reached: the rest was not read.
-        sounds = {path.with_suffix("") for suffix in _SUFFIXES for path in folder.rglob(f"*{suffix}")}
-        tally.skipped["recordings without a transcript"] += len(sounds - transcribed)
+        others = [path for path in _recordings(folder) if path.with_suffix("") not in transcribed]
+        if not self.untranscribed:
+            tally.skipped["recordings without a transcript"] += len(others)
+            return
+        for path in others:
+            tally.read += 1
+            yield _example(path.stem, None, Recording.of(str(path), path))
 
     def _hub_rows(self, tally: Tally) -> Iterator[Example]:
         from datasets import Audio
@@ -143,9 +148,14 @@ class LibriSpeech(Transcription):
             yield _example(row["id"], row["text"], Recording.of(f"{row['id']} of {_HUB_DATASET}", source))
 
 
-def _example(name: str, text: str, recording: Recording) -> Example:
+def _recordings(folder: Path) -> list[Path]:
+    return sorted(path for suffix in _SUFFIXES for path in folder.rglob(f"*{suffix}"))
+
+
+def _example(name: str, text: str | None, recording: Recording) -> Example:
+    label = None if text is None else " ".join(words(text.upper()))
     # Utterances of one speaker are correlated; the id is speaker-chapter-number.
-    return Example(name, {"recording": recording}, " ".join(words(text.upper())), group=name.partition("-")[0])
+    return Example(name, {"recording": recording}, label, group=name.partition("-")[0])
 
 
 def _transcripts(path: Path, tally: Tally, encoding: str | None) -> Iterator[tuple[int, str, str]]:

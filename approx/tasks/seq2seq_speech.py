@@ -56,8 +56,13 @@ def texts(ids: Any, tokenizer: Any) -> list[str]:
     return [" ".join(_MARKS.sub(" ", text).upper().split()) for text in texts]
 
 
-def targets(labels: Sequence[str], tokenizer: Any, config: Any) -> dict[str, Any]:
-    """`labels` [B, L]: the tokens of each text in lower case, as transformers' model shifts them."""
-    rows = [tokenizer(text.lower())["input_ids"] for text in labels]
+def as_written(ids: Any, tokenizer: Any) -> list[str]:
+    """The text of each row with its case and punctuation."""
+    return [text.strip() for text in tokenizer.batch_decode(ids, skip_special_tokens=True)]
+
+
+def targets(texts: Sequence[str], tokenizer: Any, config: Any) -> dict[str, Any]:
+    """`labels` [B, L]: the tokens of each text, as transformers' model shifts them."""
+    rows = [tokenizer(text)["input_ids"] for text in texts]
     # The model puts this token before them itself.
     return {"labels": padded_labels([row[1:] if row[:1] == [config.decoder_start_token_id] else row for row in rows])}

@@ -256,6 +256,28 @@ class Task(ABC):
     def collate(self, encodings: Sequence[Encoding], processor: Any) -> dict[str, Any]:
         """Pad encodings into one batch of tensors, [B, L]."""
 
+    def writes(self, model: Any) -> bool:
+        """Whether a model writes its prediction with a decoder, which reads what is written so far."""
+        return False
+
+    def imitated(self, model: Any, batch: dict[str, Any], processor: Any) -> dict[str, Any]:
+        """Targets of what a model itself writes for a batch, as `targets`; for tasks some of whose models write."""
+        raise NotImplementedError
+
+    def labelled(self, split: Split) -> Split:
+        """The split, every example of which has a label.
+
+        Raises:
+            ApproxError: if one has none.
+        """
+        if missing := sum(example.label is None for example in split.examples):
+            raise ApproxError(
+                f"{self.name}: {missing} of {len(split.examples)} examples have no label. Scores and the mode 'task' need "
+                "them; 'transfer' and 'distill' do not.",
+                Exit.UNAVAILABLE,
+            )
+        return split
+
     def outputs(self, model: Any, batch: dict[str, Any]) -> Any:
         """The model's outputs for a batch, which `predict` reads; by default of one forward pass."""
         return model(**batch)

@@ -21,7 +21,7 @@ from approx.tasks.head import CTC, SPEECH_SEQ2SEQ, Head
 from approx.tasks.ngram import read_ngram
 from approx.tasks.padding import padded_labels
 from approx.tasks.recording import Recording
-from approx.tasks.settings import names_setting, number_setting, whole_setting
+from approx.tasks.settings import names_setting, number_setting, switch_setting, whole_setting
 from approx.tasks.table import Row, text_of
 from approx.tasks.task import Encoding, Example, Groups, Split, Task, doubling
 from approx.text_file import words
@@ -63,6 +63,7 @@ class Transcription(Task):
         word_reward: Bonus in nats for each word, which makes up for its preference for few words; only with an n-gram
             model.
         language: Language that a multilingual model with a decoder writes, such as en; None lets the model decide.
+        untranscribed: Also read recordings without a transcript, which `transfer` and `distill` train on.
 
     Raises:
         ApproxError: if a setting is out of range, or the n-gram model cannot be read.
@@ -84,6 +85,7 @@ class Transcription(Task):
         ngram_weight: float = 0.5,
         word_reward: float = 1.5,
         language: str | None = None,
+        untranscribed: bool = False,
     ) -> None:
         self._beams = whole_setting(self.name, "beams", beams, 1)
         if ngram is not None and beams == 1:
@@ -92,6 +94,7 @@ class Transcription(Task):
         self._word_reward = number_setting(self.name, "word_reward", word_reward, -math.inf, math.inf)
         self._ngram = None if ngram is None else read_ngram(Path(ngram))
         self._language = None if language is None else names_setting(self.name, "language", language)[0]
+        self.untranscribed = switch_setting(self.name, "untranscribed", untranscribed)
 
     def from_cells(self, cells: dict[str, Any], row: Row) -> tuple[dict[str, Any], Any]:
         """The recording, by its path or its bytes, and its text."""
@@ -107,7 +110,7 @@ class Transcription(Task):
             ApproxError: as for any task, or if no recording has words.
         """
         made = super().load(data, split, limit, streaming=streaming)
-        silent = sum(not example.label for example in made.examples)
+        silent = sum(example.label == "" for example in made.examples)
         if silent == len(made.examples):
             raise ApproxError(
                 f"{self.name}: none of the {silent} transcripts has words, so there is no error rate. Name their "
@@ -116,9 +119,13 @@ class Transcription(Task):
             )
         return replace(made, notes=(*made.notes, f"without words: {silent}")) if silent else made
 
+    def writes(self, model: Any) -> bool:
+        """Whether a model writes its text with a decoder, such as Whisper."""
+        return SPEECH_SEQ2SEQ.is_of(type(model)) and model.main_input_name == "input_features"
+
     def check(self, model: Any) -> None:
         """Raise if the model has neither a CTC head with an output for the blank nor a decoder."""
-        if SPEECH_SEQ2SEQ.is_of(type(model)) and model.main_input_name == "input_features":
+        if self.writes(model):
             if self._ngram is not None:
                 raise ApproxError(
                     f"An n-gram model fits a CTC head, but the model is a {type(model).__name__}. Leave it out."
@@ -174,10 +181,15 @@ class Transcription(Task):
         """`labels` [B, S]: the characters of each text, in the case of the checkpoint's vocabulary."""
         tokenizer = processor.tokenizer
         if seq2seq_speech.pads_to_one_length(processor.feature_extractor):
-            return seq2seq_speech.targets([example.label for example in examples], tokenizer, config)
+            return seq2seq_speech.targets([example.label.lower() for example in examples], tokenizer, config)
         upper = any(token.isupper() for token in tokenizer.get_vocab() if len(token) == 1)
         texts = [example.label if upper else example.label.lower() for example in examples]
         return {"labels": padded_labels([tokenizer(text)["input_ids"] for text in texts])}
+
+    def imitated(self, model: Any, batch: dict[str, Any], processor: Any) -> dict[str, Any]:
+        """`labels` [B, S]: what a model with a decoder writes, with its own case and punctuation."""
+        texts = seq2seq_speech.as_written(self.outputs(model, batch), processor.tokenizer)
+        return seq2seq_speech.targets(texts, processor.tokenizer, model.config)
 
     def outputs(self, model: Any, batch: dict[str, Any]) -> Any:
         """The tokens that a model with a decoder writes; otherwise the outputs of a forward pass."""

@@ -13,7 +13,7 @@ import approx
 from approx.errors import ApproxError, Exit
 from approx.evaluation.evaluate import Subject, evaluate, predict, prepare
 from approx.evaluation.options import EvaluateOptions
-from approx.finetuning.finetune import finetune
+from approx.finetuning.finetune import finetune, prepare_training
 from approx.finetuning.options import FinetuneStage
 from approx.tasks import open_task
 from approx.tasks.seq2seq_speech import texts
@@ -117,6 +117,52 @@ def test_training_lowers_the_word_error_rate(reader, tmp_path):
     losses = [point["loss"] for point in done.phases[0].curve if "loss" in point]
     assert losses[-1] < 0.7 * losses[0]
     assert done.measure == "wer"
+
+
+@pytest.mark.parametrize(
+    ("mode", "plan"),
+    [("transfer", approx.Plan.of("linear", window=4)), ("distill", approx.Plan.of("local", left=0, right=0))],
+)
+def test_learns_from_what_the_exact_model_writes_without_transcripts(reader, tmp_path, mode, plan):
+    student = model()
+    with torch.no_grad():
+        # Attention of a fresh model is nearly the same to all frames.
+        for layer in student.model.encoder.layers:
+            layer.self_attn.out_proj.weight *= 20
+    approx.convert(student, plan)
+    data = write_utterances(tmp_path / "train-clean-100", some_utterances(5))
+    for transcripts in data.rglob("*.trans.txt"):
+        transcripts.unlink()
+    options = FinetuneStage(
+        recover=[mode],
+        task="librispeech/train-clean-100",
+        data=str(data),
+        settings={"untranscribed": True},
+        steps=20,
+        batch_size=4,
+        learning_rate=1e-3,
+        validation=1,
+        evaluate_every=20,
+    )
+    prepared = prepare_training(copy.deepcopy(student), reader, options)
+    batch = prepared.data.batch([0, 1, 0], 0)
+    written = batch["decoder_input_ids"]
+    assert torch.equal(written[0], written[2])
+    assert set(written[:, 0].tolist()) == {student.config.decoder_start_token_id}
+    assert batch["decoder_attention_mask"].shape == written.shape
+    done = finetune(student, reader, options, folder=tmp_path / "work")
+    losses = [point["loss"] for point in done.phases[0].curve if "loss" in point]
+    assert losses[-1] < 0.9 * losses[0]
+    # Without transcripts there is no error rate.
+    assert done.measure == "loss"
+
+
+def test_recordings_without_transcripts_are_not_scored(data, reader):
+    next(data.rglob("*.trans.txt")).unlink()
+    subject = Subject("exact", model(), reader)
+    with pytest.raises(ApproxError, match=r"examples have no label. Scores and the mode 'task' need them") as caught:
+        evaluate({"exact": subject}, open_task("librispeech/dev-clean", untranscribed=True), data=data)
+    assert caught.value.exit_code == Exit.UNAVAILABLE
 
 
 def test_the_prompt_is_not_a_target_twice(data, reader):

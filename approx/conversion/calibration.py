@@ -157,6 +157,7 @@ def exact_below(model: Any, tokens: int, but: Collection[Mechanism] = ()) -> Ite
 
 # Long enough for most mechanisms to approximate, and fast.
 _USUAL_TOKENS, _USUAL_FRAMES = 1024, 512
+_SOUND = ("input_values", "input_features")
 # Limits memory, since the dense attention weights of every layer are computed.
 _MOST_TOKENS = 2048
 # Of this many tokens of English at least a quarter are distinct.
@@ -197,7 +198,7 @@ class CalibrationFile:
 
         Args:
             path: Path of the file.
-            kind: The main input of the model: `input_ids` for text, `input_values` for sound.
+            kind: The main input of the model: `input_ids` for text, `input_values` or `input_features` for sound.
 
         Raises:
             ApproxError: if it cannot be read, is empty, or the model does not take such input.
@@ -207,7 +208,7 @@ class CalibrationFile:
         except OSError as error:
             raise ApproxError(f"{path} cannot be read: {error.strerror}. {_wanted(kind)}", Exit.UNAVAILABLE) from None
         file = cls(path.name, hashlib.sha256(data).hexdigest(), data)
-        if kind == "input_values":
+        if kind in _SOUND:
             file.sound()
         elif kind == "input_ids":
             file.text()
@@ -260,7 +261,9 @@ class CalibrationFile:
 def _wanted(kind: str) -> str:
     return {
         "input_ids": "Give a plain text file with a few paragraphs like those the model reads.",
-        "input_values": "Give a single-channel WAV or FLAC file with a few seconds of speech like the model's inputs.",
+        **dict.fromkeys(
+            _SOUND, "Give a single-channel WAV or FLAC file with a few seconds of speech like the model's inputs."
+        ),
     }.get(kind, "Leave out --calibrate.")
 
 
@@ -273,7 +276,7 @@ def calibration_length(model: Any) -> int:
     Args:
         model: A converted model, fitted or not.
     """
-    wanted = _USUAL_FRAMES if model.main_input_name == "input_values" else _USUAL_TOKENS
+    wanted = _USUAL_FRAMES if model.main_input_name in _SOUND else _USUAL_TOKENS
     for mechanism in mechanisms(model):
         start = mechanism.approximates_from()
         if start is not None:
@@ -298,7 +301,7 @@ def calibration_batch(
         ApproxError: if the model cannot read the file.
     """
     kind = model.main_input_name
-    if kind == "input_values" and file is not None:
+    if kind in _SOUND and file is not None:
         return CalibrationBatch(_heard(source, model, file, length), file.name)
     noise = "random tokens" if kind == "input_ids" else "random numbers"
     random = CalibrationBatch(example_inputs(model, length, device=model.device), noise)
@@ -359,12 +362,17 @@ def _heard(source: checkpoint.Source, model: Any, file: CalibrationFile, length:
     if rate != wanted:
         common = gcd(rate, wanted)
         sound = resample_poly(sound, wanted // common, rate // common)
-    sound = sound[: samples(model.config, length)]
-    if len(sound) < samples(model.config, 1):
-        raise ApproxError(
-            f"{file.name} holds {len(sound)} samples, fewer than the {samples(model.config, 1)} of one frame of "
-            f"{type(model).__name__}. {_wanted('input_values')}",
-            Exit.UNAVAILABLE,
-        )
-    heard = extractor(sound, sampling_rate=wanted, return_tensors="pt")["input_values"]
-    return {"input_values": heard.to(model.device, model.dtype)}
+    kind = model.main_input_name
+    if kind == "input_features":
+        # All recordings have one length for such a model, and its decoder needs tokens.
+        heard = example_inputs(model, length, device=model.device)
+    else:
+        sound, heard = sound[: samples(model.config, length)], {}
+        if len(sound) < samples(model.config, 1):
+            raise ApproxError(
+                f"{file.name} holds {len(sound)} samples, fewer than the {samples(model.config, 1)} of one frame of "
+                f"{type(model).__name__}. {_wanted(kind)}",
+                Exit.UNAVAILABLE,
+            )
+    features = extractor(sound, sampling_rate=wanted, return_tensors="pt")[kind]
+    return {**heard, kind: features.to(model.device, model.dtype)}

@@ -71,7 +71,7 @@ class BenchStage(Model):
     """One grid of lengths and batch sizes to time base and variants at.
 
     Attributes:
-        lengths: Tokens per sequence, or per prompt.
+        lengths: Tokens per sequence, or per prompt; of Whisper those that it writes, as all recordings are padded to one length.
         batches: Sequences per call.
         max_length: Extend the position table to this many tokens, for timing only.
         inputs: `real` (texts of the first task) or `synthetic` (random tokens).

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.profiler_util import MEMORY_EVENT_NAME
 
 from approx.errors import ApproxError, Exit
+from approx.planning.positions import example_inputs
 from approx.tasks.task import Example, Task
 
 
@@ -108,6 +109,25 @@ def image_inputs(
         chosen = islice(cycle(examples), batch)
         made = task.collate([task.encode(example, processor)[0] for example in chosen], processor)
         return {task.input_name: made[task.input_name].to(device, dtype)}
+
+    return make
+
+
+def written_inputs(
+    task: Task, examples: Sequence[Example], processor: Any, model: Any, seed: int
+) -> Callable[[int, int], dict[str, Tensor]]:
+    """Make inputs of a model that writes what it hears: recordings of one length, and random tokens that are written.
+
+    Returns:
+        (batch size B, tokens L) -> `{"input_features": [B, bands, frames], "decoder_input_ids": [B, L]}`.
+    """
+
+    def make(batch: int, length: int) -> dict[str, Tensor]:
+        chosen = islice(cycle(examples), batch)
+        heard = task.collate([task.encode(example, processor)[0] for example in chosen], processor)
+        name = model.main_input_name
+        made = example_inputs(model, length, batch=batch, seed=seed, device=model.device)
+        return {**made, name: heard[name].to(model.device, model.dtype)}
 
     return make
 

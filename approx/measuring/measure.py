@@ -30,7 +30,7 @@ from approx.evaluation.evaluate import Subject, default_folder, evaluate, finger
 from approx.evaluation.options import BASE, CEILING, CHOICES, BenchStage, EvaluateStage
 from approx.evaluation.quality import over_tasks
 from approx.evaluation.record import Layer, Quality, RecipeText, Record, Speed, Trained, Variant
-from approx.evaluation.timing import image_inputs, sound_inputs, text_inputs
+from approx.evaluation.timing import image_inputs, sound_inputs, text_inputs, written_inputs
 from approx.measuring.prediction import Continued, Predicted, compare, continued, decoders
 from approx.measuring.products import products_for
 from approx.planning import anatomy, positions
@@ -513,13 +513,15 @@ def _input_maker(
     if texts is None:
         return lambda batch, length: example_inputs(base, length, batch=batch, seed=seed, device=base.device)
     task = open_task(texts.task, **texts.settings)
-    if task.input_name != base.main_input_name:
+    if task.input_name != base.main_input_name and not task.writes(base):
         raise ApproxError(
             f"{task.name} makes {task.input_name}, but {source.name} takes {base.main_input_name}. Use a task with its "
             "kind of input, or none.",
             Exit.UNSUPPORTED,
         )
     examples = task.examples(_path(texts.data), texts.split, texts.limit, streaming=texts.streaming)
+    if task.writes(base):
+        return written_inputs(task, examples, checkpoint.processor(source), base, seed)
     if task.input_name == "input_values":
         size = partial(samples, base.config)
         return sound_inputs(task, examples, checkpoint.processor(source), size, base.device, base.dtype)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+from transformers import WhisperFeatureExtractor, WhisperTokenizer
 
 from approx.checkpoints import checkpoint
 from approx.conversion import surgery
@@ -51,6 +52,21 @@ def test_a_recording_of_another_rate_is_resampled(heard, tmp_path):
     right, _ = calibration_batch(source, model, 512, recording(tmp_path / "right.wav", sound(1.0)))
     assert slow["input_values"].shape == right["input_values"].shape
     assert torch.corrcoef(torch.cat([slow["input_values"], right["input_values"]]))[0, 1] > 0.9
+
+
+def test_whisper_hears_a_recording_padded_to_its_length(tmp_path):
+    folder = tmp_path / "whisper"
+    model = tiny("WhisperForConditionalGeneration", max_source_positions=100, max_target_positions=16)
+    extractor = WhisperFeatureExtractor(feature_size=8, chunk_length=2)
+    for part in (model, extractor, WhisperTokenizer(vocab={"<|endoftext|>": 0, "a": 1}, merges=[])):
+        part.save_pretrained(folder)
+    soundfile.write(tmp_path / "a.wav", sound(0.9), 16_000)
+    file = CalibrationFile.read(tmp_path / "a.wav", "input_features")
+    batch, description = calibration_batch(checkpoint.locate(folder), model, 512, file)
+    heard, _ = soundfile.read(tmp_path / "a.wav", dtype="float32")
+    alone = extractor(heard, sampling_rate=16_000, return_tensors="pt")["input_features"]
+    assert (description, torch.equal(batch["input_features"], alone)) == ("a.wav", True)
+    assert model(**batch).logits.shape[0] == 1
 
 
 def test_refuses_unreadable_recordings(heard, tmp_path):

@@ -13,9 +13,10 @@ import approx
 from approx.errors import ApproxError, Exit
 from approx.evaluation.evaluate import Subject, evaluate, predict, prepare
 from approx.evaluation.options import EvaluateOptions
+from approx.evaluation.timing import written_inputs
 from approx.finetuning.finetune import finetune, prepare_training
 from approx.finetuning.options import FinetuneStage
-from approx.tasks import open_task
+from approx.tasks import open_task, seq2seq_speech
 from approx.tasks.seq2seq_speech import texts
 from tiny_speech import some_utterances, sound, write_utterances
 from zoo import tiny
@@ -89,6 +90,19 @@ def test_base_and_converted_are_compared_and_batches_change_nothing(data, reader
     # The encoder always hears two seconds.
     encoding = task.encode(task.load(data).examples[0], reader)[0]
     assert task.positions(encoding, base.config) == 100
+
+
+def test_is_timed_on_recordings_that_are_padded_to_one_length(data, reader):
+    base, task = model(), open_task("librispeech/dev-clean")
+    make = written_inputs(task, task.load(data).examples, reader, base, seed=0)
+    made = make(2, 5)
+    alone = seq2seq_speech.features(
+        reader.feature_extractor, [task.load(data).examples[1].inputs["recording"].decoded(16_000)]
+    )
+    assert made["input_features"].shape == (2, 8, 200)
+    assert torch.equal(made["input_features"][1], alone["input_features"][0])
+    assert made["decoder_input_ids"].shape == (2, 5)
+    assert base(**made).logits.shape[:2] == (2, 5)
 
 
 def test_beams_are_searched(data, reader):

@@ -31,7 +31,7 @@ from approx_kernels.gpu import language
 from approx_kernels.gpu.language import HOPPER, assembler
 from approx_kernels.ops.clustering import triton as clustering
 from bench import gpu_jobs
-from bench.gpu_race import Part
+from bench.gpu_cases import Part
 from bench.gpu_verify import verify
 from bench.gpu_workers import in_one_line
 from bench.pages import table

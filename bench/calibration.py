@@ -5,10 +5,10 @@
 Simulated models with equal error rates, with and without a planted loss, are compared as `approx evaluate` does: about
 5 % of pairs without a loss may have an interval that excludes 0, and about 5 % of pairs whose loss equals the margin
 may be settled. The number of examples that an inconclusive verdict asks for must then settle four in five. A loss that
-strikes few examples, but wholly, must not pass for no loss. Writes `record.json` and, from it, `report.md`.
+strikes few examples, but wholly, must not pass for no loss. Writes `record.json` and, from it, `report.md`; `--redraw`
+rebuilds only the page.
 """
 
-import argparse
 import math
 import sys
 from collections.abc import Callable
@@ -37,7 +37,7 @@ from approx.evaluation.statistics import (
     verdict,
 )
 from approx.tasks.metrics import METRICS
-from bench.parts import write_record
+from bench.pages import main, table
 
 LOSS = 0.01
 REPETITIONS, RESAMPLES = 1000, 200
@@ -319,21 +319,13 @@ def measure(world: World) -> dict[str, Any]:
     }
 
 
-def report(made: dict[str, Any]) -> str:
-    """The record as a table in Markdown."""
-    lines = [
-        [
-            "metric",
-            "equal models called different",
-            "settled where the loss is the margin",
-            "asked for",
-            "settled by them",
-        ]
-    ]
-    lines.append(["---", *["--:"] * 4])
+def report(made: dict[str, Any], _: Path) -> str:
+    """The page of a record, in Markdown."""
+    head = ["metric", "equal models called different", "settled where the loss is the margin", "asked for"]
+    rows = []
     for row in made["worlds"]:
         rates = [f"{100 * row[key]:.1f} %" for key in ("alarms", "settled_at_margin", "power")]
-        lines.append([row["name"], rates[0], rates[1], f"{row['needed']:,}", rates[2]])
+        rows.append([row["name"], rates[0], rates[1], f"{row['needed']:,}", rates[2]])
     return (
         "# Whether comparisons keep their word\n\n"
         f"Simulated pairs of models, {made['repetitions']:,} of each kind, compared as `approx evaluate` compares, with "
@@ -343,27 +335,19 @@ def report(made: dict[str, Any]) -> str:
         f"fraction) against a margin of 0, and *settled by them* the share of {made['repetitions'] // 4} pairs of that size with a "
         f"verdict; {100 * POWER:.0f} % are promised, and more are kept where the question came from few speakers or stretches. Made by "
         f"`{made['command']}`.\n\n"
-        + "\n".join(f"| {' | '.join(line)} |" for line in lines)
-        + "\n"
-        + ("\n" + _rare(made) if "rare" in made else "")
+        f"{table([*head, 'settled by them'], rows)}\n" + ("\n" + _rare(made) if "rare" in made else "")
     )
 
 
 def _rare(made: dict[str, Any]) -> str:
     sizes = list(made["rare"][0]["missed_at_margin"])
-    lines = [
-        [
-            "metric",
-            f"{100 * LOST:.0f} % of {STRUCK} lost, margin {MARGIN}",
-            *(f"3 of {size} lost, which is the margin" for size in sizes),
-            "equal models need",
-        ],
-        ["---", *["--:"] * (2 + len(sizes))],
-    ]
+    margins = [f"3 of {size} lost, which is the margin" for size in sizes]
+    head = ["metric", f"{100 * LOST:.0f} % of {STRUCK} lost, margin {MARGIN}", *margins, "equal models need"]
+    rows = []
     for row in made["rare"]:
         rates = [row["missed"], *row["missed_at_margin"].values()]
         asked = f"more than {SIZES[-1]:,}" if row["enough"] is None else f"{row['enough']:,}"
-        lines.append([row["metric"], *(f"{100 * rate:.1f} %" for rate in rates), asked])
+        rows.append([row["metric"], *(f"{100 * rate:.1f} %" for rate in rates), asked])
     return (
         "## Rare, large losses\n\n"
         "The converted model is the base, but that it loses a few examples wholly: transcripts and answers without a right word, "
@@ -371,8 +355,7 @@ def _rare(made: dict[str, Any]) -> str:
         "margin*; the loss is on average of that share of examples. The margin is in points, or per cent of the base's score. *Equal "
         "models need* is the first of some sizes at which "
         f"{100 * POWER:.0f} % of pairs have the verdict *no loss* at a margin of 1, if one model is the other but for one example in fifty.\n\n"
-        + "\n".join(f"| {' | '.join(line)} |" for line in lines)
-        + "\n"
+        f"{table(head, rows)}\n"
     )
 
 
@@ -382,15 +365,9 @@ def _interval(comparison: Comparison) -> tuple[float, float]:
     return comparison.interval
 
 
-def main() -> int:
-    """Simulate, write and print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "-o", "--output", type=Path, required=True, help="folder for the record and what is made from it"
-    )
-    options = parser.parse_args()
-    options.output.mkdir(parents=True, exist_ok=True)
-    made = {
+def record() -> dict[str, Any]:
+    """Simulate all worlds."""
+    return {
         "command": "python bench/calibration.py",
         "repetitions": REPETITIONS,
         "resamples": RESAMPLES,
@@ -399,11 +376,7 @@ def main() -> int:
         "rare": [measure_rare(metric) for metric in track(RARE, "striking", console=Console(stderr=True))],
         "environment": environment(),
     }
-    write_record(options.output / "record.json", made)
-    (options.output / "report.md").write_text(report(made), encoding="utf-8")
-    sys.stdout.write(report(made))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(__doc__, record, report)

@@ -21,8 +21,10 @@ plots.
 """
 
 import argparse
+import datetime
 import fnmatch
 import gc
+import shlex
 import statistics
 import sys
 import time
@@ -37,12 +39,15 @@ import torch
 from rich.console import Console
 
 from approx.errors import ApproxError, Exit
+from approx.evaluation.record import environment
 from approx.evaluation.statistics import ratio_interval
 from approx.evaluation.timing import OK, Neighbours, Runner, is_out_of_memory, memory_limit, peak_mb, race, timed
+from approx_kernels.dispatch.findings import generation, instructions
 from approx_kernels.dispatch.implementation import chosen, forget
-from bench import cpu_cases, cpu_floor, cpu_grouped, cpu_page
-from bench.cpu_record import DTYPES, LENGTHS, LONGEST, THREADS, Part, circumstances, gather, planned, take_up
-from bench.parts import keep, numbers, stored
+from bench import cpu_cases, cpu_floor
+from bench.cpu_cases import DTYPES, GROUPED, LENGTHS, LONGEST, THREADS, Part, planned
+from bench.cpu_page import processor, report
+from bench.pages import RECORD, all_stored, keep, numbers, opened, seed, spread_of, stored, write_page, write_record
 
 CPU = torch.device("cpu")
 LONGEST_LAYERS = 12
@@ -73,8 +78,8 @@ def measure(part: Part, seconds: float, rounds: int) -> dict[str, Any]:
     forget()
     dtype = getattr(torch, part.dtype)
     with torch.set_grad_enabled(train), memory_limit(CPU):
-        if part.suite in cpu_grouped.SIZES:
-            cases = list(cpu_grouped.contenders(part.suite, part.length, dtype, part.batch))
+        if part.suite in GROUPED:
+            cases = list(cpu_cases.grouped(part.suite, part.length, dtype, part.batch))
         elif part.suite.startswith("attention"):
             cases = list(cpu_cases.attention(part.length, dtype, causal=part.causal, train=train))
         else:
@@ -90,9 +95,8 @@ def measure(part: Part, seconds: float, rounds: int) -> dict[str, Any]:
         row: dict[str, Any] = {"name": one.name, "role": one.role, "status": runner.status}
         if runner.status == OK:
             ms, good = _times(runner, part.threads)
-            low, middle, high = (float(x) for x in np.quantile(ms[good], (0.1, 0.5, 0.9)))
             shares = [sample.busy for turns in runner.rounds for sample in turns]
-            row |= {"median_ms": middle, "p10_ms": low, "p90_ms": high, "least_ms": float(ms[good].min())}
+            row |= spread_of(ms[good])
             row |= {"accepted": int(good.sum()), "rejected": int((~good).sum()), "share": float(np.median(shares))}
             row |= {"first_ms": runner.first_ms, "peak_mb": runner.peak_mb}
             row["against_sdpa"] = _ratio(base, runner, part.threads)
@@ -208,6 +212,74 @@ def _words(text: str) -> tuple[str, ...]:
     return dtypes
 
 
+def name_of(result: dict[str, Any]) -> str:
+    """The name under which a result is stored."""
+    if "contenders" in result:
+        return Part(**{name: result[name] for name in Part._fields}).id
+    if "flops" in result:
+        return f"rates/{result['dtype']}/{result['threads']}"
+    return f"longest/{result['name']}"
+
+
+def circumstances() -> dict[str, Any]:
+    """Properties that may differ between the parts of a record: commit, time, versions, processor, and the command."""
+    now = environment()
+    return {
+        **{name: now[name] for name in ("git_commit", "torch", "transformers", "processor")},
+        "instructions": instructions(),
+        **generation(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": _command(),
+    }
+
+
+def take_up(output: Path) -> None:
+    """Store the parts that the record of a folder has and its part files lack, as in a fresh checkout.
+
+    Raises:
+        ApproxError: if it is the record of another processor.
+    """
+    path = output / RECORD
+    if not path.is_file():
+        return
+    made, here = opened(output), circumstances()
+    then = made["environment"]
+    # Older records lack the family and model numbers.
+    if any(then.get(name, here[name]) != here[name] for name in ("processor", "instructions", *generation())):
+        raise ApproxError(
+            f"{path} holds what was measured on {processor(then)}, and this is {processor(here)}. Take another folder with -o.",
+            Exit.REFUSED,
+        )
+    seed(output / "parts", {name_of(one): one for one in (*made["rates"], *made["parts"], *made["longest"])})
+
+
+def gather(output: Path) -> None:
+    """Write the record of all stored parts, and list the missing parts of the plan."""
+    results = {name_of(one): one for one in all_stored(output / "parts")}
+    machine = environment()
+    # Each part names its commit.
+    del machine["git_commit"]
+    made = {
+        "command": _command(),
+        "rates": [one for one in results.values() if "flops" in one],
+        "parts": [one for one in results.values() if "contenders" in one],
+        "longest": [one for one in results.values() if one.get("suite") == "longest"],
+        "left": left(set(results)),
+        "environment": {**machine, "instructions": instructions(), **generation()},
+    }
+    write_record(output / RECORD, made)
+
+
+def left(done: set[str]) -> list[str]:
+    """The parts of the plan that are missing, in order."""
+    longest = [f"longest/{case.name}" for case in cpu_cases.cases(False, LONGEST)]
+    return [name for name in (*(part.id for part in planned(THREADS, DTYPES, LENGTHS)), *longest) if name not in done]
+
+
+def _command() -> str:
+    return shlex.join(["python", "bench/cpu.py", *sys.argv[1:]])
+
+
 def main() -> int:
     """Measure, write and print; a non-zero exit code if the folder is another processor's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -236,7 +308,7 @@ def main() -> int:
         "--quick",
         action="store_true",
         help=f"a look, not a measurement: {QUICK['minutes']:g} minutes, {_listed(QUICK['lengths'])} tokens, "
-        f"{_listed(QUICK['dtypes'])}, {ROUNDS} rounds however short; what is given beside it counts",
+        f"{_listed(QUICK['dtypes'])}, {ROUNDS} rounds however short; other options override these",
     )
     parser.add_argument("--redraw", action="store_true", help="measure nothing; make the pages from the record")
     options = parser.parse_args()
@@ -247,10 +319,10 @@ def main() -> int:
     try:
         if not options.redraw:
             run(options, Console(stderr=True))
+        sys.stdout.write(write_page(report, options.output, options.output))
     except ApproxError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
-    sys.stdout.write(cpu_page.write(options.output, options.output))
     return Exit.OK
 
 

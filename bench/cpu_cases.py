@@ -1,12 +1,15 @@
-"""The contenders of `bench/cpu.py`: mechanisms with their settings, models that use them, and peers."""
+"""What `bench/cpu.py` measures: its parts, and their contenders: mechanisms with their settings, models that use them, and peers."""
 
 import copy
+import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from approx.conversion import surgery
@@ -14,13 +17,74 @@ from approx.mechanisms import MECHANISMS, Mechanism
 from approx.planning.plan import Plan
 from approx.planning.positions import example_inputs
 from approx.seam.attention_free import attention_free
-from bench.cpu_peers import LONGEST_REFERENCE, fast_transformers_peers, transformers_peers
 
+LENGTHS, DTYPES, THREADS = (512, 1024, 2048, 4096, 8192), ("float32", "bfloat16"), (1, 2)
+# Frames of 10, 30 and 60 s of sound.
+FRAMES = (499, 1499, 2999)
+LONGEST = 65_536
 HEADS, SIZE, LAYERS = 12, 64, 2
 EXACT = tuple(name for name, kind in MECHANISMS.items() if kind.always_exact)
-# These save nothing.
+# These save nothing, and are measured up to this length, as are peers that hold or sort all pairs.
 REFERENCES = tuple(name for name, kind in MECHANISMS.items() if kind.quadratic)
+LONGEST_REFERENCE = 2048
 SDPA, CEILING = "sdpa", "no attention"
+# One token of a layer of a Llama, whose query heads share the keys of fewer heads; head size by the name of the suite.
+GROUPED = {"attention-grouped-64": 64, "attention-grouped-128": 128}
+QUERY_HEADS, GROUPS, GROUPED_LENGTHS, BATCHES = 32, 8, (1024, 4096), (1, 4)
+REPEATED = "sdpa, keys repeated"
+
+
+class Part(NamedTuple):
+    """A race, or another kind of measurement."""
+
+    suite: str
+    mode: str
+    dtype: str
+    threads: int
+    length: int
+    batch: int = 1
+
+    @property
+    def id(self) -> str:
+        """The name that `--only` matches, and that of its file."""
+        length = f"{self.length}" if self.batch == 1 else f"{self.length}x{self.batch}"
+        return f"{self.suite}/{self.mode}/{self.dtype}/{self.threads}/{length}"
+
+    @property
+    def causal(self) -> bool:
+        """Whether a query sees only its past."""
+        return self.suite in ("attention-causal", "gpt2") or self.decoding
+
+    @property
+    def decoding(self) -> bool:
+        """Whether one token follows others."""
+        return self.suite == "decode" or self.suite in GROUPED
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return 1 if self.suite.startswith("attention") else LAYERS
+
+
+def planned(threads: tuple[int, ...], dtypes: tuple[str, ...], lengths: tuple[int, ...]) -> Iterator[Part]:
+    """All parts. Training is timed only on all threads, and not at the greatest length."""
+    for count in threads:
+        for dtype in dtypes:
+            for length in lengths:
+                for suite in ("attention", "attention-causal", "roberta", "gpt2"):
+                    yield Part(suite, "forward", dtype, count, length)
+                    if count == max(threads) and length <= 4096:
+                        yield Part(suite, "train", dtype, count, length)
+                if length <= 4096 and (dtype == "float32" or count == max(threads)):
+                    for batch in (1, 8):
+                        yield Part("decode", "forward", dtype, count, length, batch)
+                    for suite in GROUPED if length in GROUPED_LENGTHS else ():
+                        for batch in BATCHES:
+                            yield Part(suite, "forward", dtype, count, length, batch)
+            for frames in FRAMES:
+                yield Part("wav2vec2", "forward", dtype, count, frames)
+                if count == max(threads):
+                    yield Part("wav2vec2", "train", dtype, count, frames)
 
 
 class Case(NamedTuple):
@@ -235,3 +299,155 @@ def _step(forward: Callable[[], Any], leaves: tuple[Tensor, ...], grad: Tensor, 
             leaf.grad = None
 
     return both
+
+
+def grouped(suite: str, length: int, dtype: torch.dtype, batch: int) -> Iterator[Contender]:
+    """One query per head with a cache or a state of `length` tokens: PyTorch's own grouped-query attention, which is the base,
+    copies of the keys for every query head, and every mechanism that decodes.
+    """
+    size, generator = GROUPED[suite], torch.Generator().manual_seed(length)
+    q = torch.randn(batch, QUERY_HEADS, 1, size, generator=generator).to(dtype)
+    k, v = torch.randn(2, batch, GROUPS, length, size, generator=generator).to(dtype)
+    yield Contender(SDPA, "base", lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True))
+
+    def repeated() -> Tensor:
+        keys, values = (x.repeat_interleave(QUERY_HEADS // GROUPS, 1) for x in (k, v))
+        return F.scaled_dot_product_attention(q, keys, values)
+
+    yield Contender(REPEATED, "variant", repeated)
+    for case in cases(True, length, decoding=True):
+        kind = MECHANISMS[case.mechanism]
+        mechanism = kind(QUERY_HEADS, size, causal=True, scale=size**-0.5, **case.whole).to(dtype).eval()
+        if mechanism.takes_calibration:
+            with torch.no_grad():
+                # A few queries represent the prompt.
+                prompt = torch.randn(batch, QUERY_HEADS, 512, size, generator=generator).to(dtype)
+                mechanism.calibrate(prompt, k[:, :, :512], v[:, :, :512])
+        yield Contender(case.name, "variant", _decoded(mechanism, q, k, v))
+
+
+def _decoded(mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], object]:
+    if mechanism.decode_state != "cache":
+        newest = k[:, :, -1:], v[:, :, -1:]
+        _, state = mechanism.decode(q, k, v)
+
+        def go_on() -> None:
+            # As in generation, each step continues from the state of the last.
+            nonlocal state
+            _, state = mechanism.decode(q, *newest, None, state)
+
+        return go_on
+    if not mechanism.takes_notes:
+        return lambda: mechanism(q, k, v)
+    noted: dict[str, Any] = {}
+    mechanism(q, k[:, :, :-1], v[:, :, :-1], notes=noted)
+
+    def note() -> Tensor:
+        # Restore what the last token overwrote in place.
+        return mechanism(q, k, v, notes={name: x if name == "codes" else x.clone() for name, x in noted.items()})
+
+    return note
+
+
+def transformers_peers(hidden: Tensor) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """Longformer and BigBird of transformers with copies in place of their projections, to measure only attention."""
+    from transformers.models.big_bird import modeling_big_bird as big_bird
+    from transformers.models.longformer import modeling_longformer as longformer
+
+    length = hidden.shape[1]
+    config = transformers.LongformerConfig(
+        attention_window=[512], num_hidden_layers=1, attention_probs_dropout_prob=0.0
+    )
+    windowed = _without_projections(longformer.LongformerSelfAttention(config, 0))
+    is_global = torch.zeros(1, length, dtype=torch.bool)
+    is_global[:, 0] = True
+    state = {
+        "attention_mask": is_global.to(hidden.dtype),
+        "is_index_masked": torch.zeros_like(is_global),
+        "is_index_global_attn": is_global,
+        "is_global_attn": True,
+    }
+    if length % 512 == 0:
+        yield "transformers Longformer", lambda: windowed(hidden, **state)[0]
+    # With too few blocks for its draws, BigBird is exact attention.
+    if length % 64 == 0 and length >= 1024:
+        config = transformers.BigBirdConfig(block_size=64, num_random_blocks=3, attention_probs_dropout_prob=0.0)
+        blocked = _without_projections(big_bird.BigBirdBlockSparseAttention(config, seed=0))
+        names = ("from_blocked_mask", "band_mask", "from_mask", "to_mask")
+        made = big_bird.BigBirdModel.create_masks_for_block_sparse_attn(torch.ones_like(hidden[..., 0]), 64)
+        masks: dict[str, Tensor] = dict(zip(names, made, strict=True))
+        masks["to_blocked_mask"] = masks["from_blocked_mask"]
+        yield "transformers BigBird", lambda: blocked(hidden, **masks)[0]
+
+
+def _without_projections(module: nn.Module) -> nn.Module:
+    for name, child in list(module.named_children()):
+        if isinstance(child, nn.Linear):
+            setattr(module, name, _Copy())
+    return module
+
+
+class _Copy(nn.Module):
+    """Projections return new memory, which the peers then write to."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.clone()
+
+
+def fast_transformers_peers(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool
+) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """The mechanisms of idiap's fast-transformers, if installed; it supports only float32.
+
+    Without `conditional-full`, which picks one of the others by length.
+    """
+    try:
+        made = importlib.import_module("fast_transformers.attention")
+        masking = importlib.import_module("fast_transformers.masking")
+    except ImportError:
+        return
+    if q.dtype != torch.float32:
+        return
+    length, size = q.shape[2:]
+    everything = masking.TriangularCausalMask(length) if causal else masking.FullMask(length)
+    lengths = masking.LengthMask(torch.tensor([length]))
+    clusters = 25 if length <= 512 else 100
+    # As many keys per query, in as many rounds, as ours.
+    peers = {"idiap reformer": made.ReformerAttention(chunk_size=32, bits=8, rounds=4)} if length % 32 == 0 else {}
+    if length <= LONGEST_REFERENCE:
+        peers |= {"idiap full": made.FullAttention(), "idiap exact-topk": made.ExactTopKAttention(topk=32)}
+    if causal:
+        peers |= {
+            "idiap causal linear": made.CausalLinearAttention(size),
+            "idiap causal improved-clustered": made.ImprovedClusteredCausalAttention(
+                clusters, iterations=10, bits=63, topk=32
+            ),
+        }
+    else:
+        peers |= {
+            "idiap linear": made.LinearAttention(size),
+            "idiap clustered": made.ClusteredAttention(clusters, iterations=10, bits=63),
+            "idiap improved-clustered": made.ImprovedClusteredAttention(clusters, iterations=10, bits=63, topk=32),
+            "idiap local": made.LocalAttention(256),
+        }
+    queries, keys, values = (x.transpose(1, 2) for x in (q, k, v))
+    for name, peer in peers.items():
+        yield name, lambda peer=peer: peer.eval()(queries, keys, values, everything, lengths, lengths)
+
+
+# Our counterpart of each peer.
+COUNTERPARTS: Mapping[str, str] = MappingProxyType(
+    {
+        "idiap full": "exact",
+        "idiap exact-topk": "exact-topk",
+        "idiap reformer": "lsh",
+        "idiap causal improved-clustered": "improved-clustered",
+        "transformers Longformer": "longformer",
+        "transformers BigBird": "bigbird",
+        "idiap linear": "linear",
+        "idiap causal linear": "linear",
+        "idiap clustered": "clustered iterations=10",
+        "idiap improved-clustered": "improved-clustered iterations=10",
+        "idiap local": "local left=128 right=128",
+    }
+)

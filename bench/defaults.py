@@ -16,11 +16,9 @@ default: they need a calibration text. Writes `record.json` and, from it, `repor
 rebuilds only these two.
 """
 
-import argparse
 import csv
 import gzip
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -30,10 +28,7 @@ from typing import Any, NamedTuple
 # In a checkout that is not installed, both packages lie beside this folder.
 sys.path.extend(str(Path(__file__).resolve().parent.parent / name) for name in (".", "kernels"))
 
-import matplotlib
 import torch
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
@@ -44,8 +39,7 @@ from approx.evaluation.record import environment
 from approx.evaluation.timing import Neighbours
 from approx.mechanisms import MECHANISMS
 from approx.planning.positions import resize
-from bench.pages import save_figure
-from bench.parts import write_record
+from bench.pages import figure, line, main, table
 
 SEEDS, PASSES, FREE = 3, 3, 0.02
 _CLUSTERS: dict[str, tuple[Any, ...]] = {
@@ -214,8 +208,9 @@ def best(made: dict[str, Any], mechanism: str, swept: str, now: Any) -> Any:
     return next((v for v, f in sweep.items() if all(f[n][what] < most for n, what, most in here)), now)
 
 
-def report(made: dict[str, Any]) -> str:
-    """The record as a page in Markdown."""
+def report(made: dict[str, Any], output: Path) -> str:
+    """The page of a record, in Markdown; its plot is written into a folder."""
+    draw(made, output / "defaults.svg")
     sources, machine = made["sources"], made["environment"]
     head = ["setting", "value", *(f"{s['name']}: error" for s in sources), *(f"{s['name']}: ms" for s in sources)]
     about = "; ".join(
@@ -233,8 +228,7 @@ def report(made: dict[str, Any]) -> str:
         parts.append("**Other programs were using the cores: the times are rough, the errors are not touched by it.**")
     parts.append("![error against time](defaults.svg)")
     for mechanism, sweeps in SWEEPS.items():
-        lines = [head, ["---", "--:", *["--:"] * (2 * len(sources))]]
-        chosen = []
+        rows, chosen = [], []
         for swept in sweeps:
             now = MECHANISMS[mechanism].defaults()[swept]
             values = [c["value"] for c in made["cases"] if (c["mechanism"], c["swept"]) == (mechanism, swept)]
@@ -249,8 +243,8 @@ def report(made: dict[str, Any]) -> str:
                 figures = [case["found"][s["name"]] for s in sources]
                 value = f"**{case['value']}**" if case["value"] == now else str(case["value"])
                 cells = [*(f"{f['error']:.3f}" for f in figures), *(f"{f['ms']:.3g}" for f in figures)]
-                lines.append([f"`{swept}`", value, *cells])
-        parts += [f"## {mechanism}", "\n".join(f"| {' | '.join(line)} |" for line in lines)]
+                rows.append([f"`{swept}`", value, *cells])
+        parts += [f"## {mechanism}", table(head, rows)]
         parts.append(f"Defaults are bold. The rules choose: {', '.join(chosen)}.")
     return "\n\n".join(parts) + "\n"
 
@@ -258,49 +252,18 @@ def report(made: dict[str, Any]) -> str:
 def draw(made: dict[str, Any], path: Path) -> None:
     """Error against time on the longest texts, one line per swept setting."""
     last = made["sources"][-1]["name"]
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update({"svg.hashsalt": "defaults", "svg.fonttype": "path", "font.size": 9})
-        figure = Figure(figsize=(8, 5), layout="constrained")
-        FigureCanvasSVG(figure)
-        axes = figure.add_subplot(xscale="log", yscale="log", xlabel=f"CPU ms, {last}", ylabel="relative error")
+    with figure(path, (8, 5)) as axes:
+        axes.set(xscale="log", yscale="log", xlabel=f"CPU ms, {last}", ylabel="relative error")
         for number, key in enumerate((mechanism, swept) for mechanism, sweeps in SWEEPS.items() for swept in sweeps):
             # A setting that depends on the length is one of the numbers here.
             swept = [c for c in made["cases"] if (c["mechanism"], c["swept"]) == key and isinstance(c["value"], int)]
-            figures = [case["found"][last] for case in swept]
-            style = {"linestyle": ("-", "--")[number // 10], "marker": "os"[number // 10], "markersize": 3}
-            axes.plot([f["ms"] for f in figures], [f["error"] for f in figures], label=": ".join(key), **style)
+            found = [case["found"][last] for case in swept]
+            line(axes, number, ": ".join(key), [(one["ms"], one["error"]) for one in found])
         axes.axvline(made["sources"][-1]["sdpa_ms"], color="black", linewidth=0.8, label="exact attention")
         for axis in (axes.xaxis, axes.yaxis):
             axis.set(major_formatter="{x:g}", minor_formatter=lambda x, _: f"{x:g}" if f"{x:e}"[0] in "2346" else "")
         axes.grid(alpha=0.3, which="both")
-        axes.spines[["top", "right"]].set_visible(False)
-        figure.legend(loc="outside right center", fontsize=7.5, frameon=False)
-        save_figure(figure, path)
-
-
-def main() -> int:
-    """Measure, write and print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("-o", "--output", type=Path, required=True, help="folder for the record and what is made of it")
-    for name in ("data", "checkpoints"):
-        where = os.environ.get(f"APPROX_{name.upper()}_DIR")
-        parser.add_argument(f"--{name}", type=Path, default=where, help=f"folder of {name}; $APPROX_{name.upper()}_DIR")
-    parser.add_argument("--redraw", action="store_true", help="measure nothing; make page and drawing from the record")
-    options = parser.parse_args()
-    options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / "record.json"
-    if not options.redraw:
-        if options.data is None or options.checkpoints is None:
-            parser.error("name the folders of the data and the checkpoints, --data and --checkpoints")
-        made = record(options.data, options.checkpoints)
-        write_record(path, made)
-    page = report(made := json.loads(path.read_text(encoding="utf-8")))
-    (options.output / "report.md").write_text(page, encoding="utf-8")
-    draw(made, options.output / "defaults.svg")
-    sys.stdout.write(page)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(__doc__, record, report, on_real_texts=True)

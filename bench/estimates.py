@@ -8,11 +8,9 @@ the plain estimate with an eps added to features, 1e-6 as in the paper and 1e-4 
 as our own formulas. For LSH the rows show the share of the attention weight that rounds of hashing capture with shared
 keys, by buckets per cluster, also with as many buckets as clusters, as in Reformer; and errors with and without
 `dedup`. Times are CPU milliseconds of one thread for all layers of one text, the best of `PASSES`, with settings in
-turns. Writes `record.json` and, from it, `report.md`.
+turns. Writes `record.json` and, from it, `report.md`; `--redraw` rebuilds only the page.
 """
 
-import argparse
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -33,7 +31,7 @@ from approx.mechanisms import MECHANISMS
 from approx_kernels.ops.lsh.reference import unit_keys
 from approx_kernels.ops.performer.api import draw_projection
 from bench.defaults import SOURCES, Layer, activations
-from bench.parts import write_record
+from bench.pages import main, table
 
 TEXTS = {"SST-2": 16, "SQuAD": 8, "IMDb": 6, "long documents": 2}
 SEEDS, PASSES, FEATURES = 2, 5, (64, 256, 1024)
@@ -189,21 +187,13 @@ def record(data: Path, checkpoints: Path) -> dict[str, Any]:
     return {"command": command, "seeds": SEEDS, "crowded": crowded, "sources": measured, "environment": environment(1)}
 
 
-def table(lines: list[list[str]]) -> str:
-    """Lines as a table in Markdown, the first its head."""
-    lines = [lines[0], ["---", *["--:"] * (len(lines[0]) - 1)], *lines[1:]]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def report(measured: dict[str, Any]) -> str:
-    """The record as a page in Markdown."""
+def report(measured: dict[str, Any], _: Path) -> str:
+    """The page of a record, in Markdown."""
     sources, machine = measured["sources"], measured["environment"]
-    estimates = [["estimate", "features", *(source["name"] for source in sources)]]
+    estimates, mass, once = list[list[str]](), list[list[str]](), list[list[str]]()
     for name in sources[0]["errors"]:
         label, _, features = name.partition("|")
         estimates.append([label, features or "–", *(f"{source['errors'][name]:.3f}" for source in sources)])
-    mass = [["tokens", "rounds × cluster", "as Reformer", *(f"{n} buckets: weight, ms" for n in BUCKETS)]]
-    once = [["tokens", "rounds × cluster", "error without dedup", "with dedup", "ms without", "ms with"]]
     for source in sources:
         for row in source["hashing"]:
             begin = [f"{source['tokens']:,}", "{rounds} × {cluster}".format(**row["form"])]
@@ -211,36 +201,21 @@ def report(measured: dict[str, Any]) -> str:
             mass.append([*begin, f"{row['peer']:.3f}", *cells])
             dedup = row["dedup"]
             once.append([*begin, *(f"{e:.3f}" for e in dedup["errors"]), *(f"{ms:.3g}" for ms in dedup["ms"])])
+    names, hashed = [source["name"] for source in sources], ["tokens", "rounds × cluster"]
+    weights = [*hashed, "as Reformer", *(f"{n} buckets: weight, ms" for n in BUCKETS)]
+    dedups = [*hashed, "error without dedup", "with dedup", "ms without", "ms with"]
     crowded = "\n\n**Other programs were using the cores: the times are rough.**" if measured["crowded"] else ""
     return (
         "# Estimates of attention on real activations\n\n"
         f"MiniLM on real texts, all layers, {measured['seeds']} draws, {machine['processor']}, torch {machine['torch']}, one thread. Made by "
         f"`{measured['command']}`, whose docstring says what the words mean.{crowded}\n\n"
         "## Performer: error of a layer's output relative to exact attention\n\n"
-        f"The default is bold; without a calibration batch it is `positive, floor 0.5`.\n\n{table(estimates)}\n\n"
+        f"The default is bold; without a calibration batch it is `positive, floor 0.5`.\n\n{table(['estimate', 'features', *names], estimates)}\n\n"
         "## LSH with shared keys: attention weight captured, by buckets for each cluster\n\n"
-        f"The default is 4.\n\n{table(mass)}\n\n"
-        f"## LSH with the checkpoint's own keys: pairs that count once\n\n{table(once)}\n"
+        f"The default is 4.\n\n{table(weights, mass)}\n\n"
+        f"## LSH with the checkpoint's own keys: pairs that count once\n\n{table(dedups, once)}\n"
     )
 
 
-def main() -> int:
-    """Measure, write and print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("-o", "--output", type=Path, required=True, help="folder for the record and the page")
-    for name in ("data", "checkpoints"):
-        where = os.environ.get(f"APPROX_{name.upper()}_DIR")
-        required = where is None
-        parser.add_argument(f"--{name}", type=Path, default=where, required=required, help=f"folder of {name}")
-    options = parser.parse_args()
-    options.output.mkdir(parents=True, exist_ok=True)
-    measured = record(options.data, options.checkpoints)
-    write_record(options.output / "record.json", measured)
-    page = report(measured)
-    (options.output / "report.md").write_text(page, encoding="utf-8")
-    print(page)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    main(__doc__, record, report, on_real_texts=True)

@@ -19,14 +19,14 @@ capability too.
 
 import argparse
 import fnmatch
-import json
 import math
 import os
 import shlex
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 # In a checkout that is not installed, both packages lie beside this folder.
 sys.path.extend(str(Path(__file__).resolve().parent.parent / name) for name in (".", "kernels"))
@@ -37,18 +37,29 @@ from rich.console import Console
 from approx.errors import ApproxError, Exit
 from approx_kernels.dispatch.checked import VERIFIED
 from approx_kernels.gpu.language import CAPABILITY, assembler_obstacle, triton
-from bench import gpu_page, parts
-from bench.gpu_checks import checks, outdated, ship
-from bench.gpu_jobs import UNTRIED, work
-from bench.gpu_machine import asked, suite_passes
-from bench.gpu_plan import LENGTHS, Stage, checked, planned, stages, tries, verifications
-from bench.gpu_race import Part
+from bench import gpu_cases, pages
+from bench.gpu_cases import (
+    ATTENTION,
+    CAUSAL,
+    LENGTHS,
+    MEASURED,
+    PADDED,
+    SUITES,
+    TOKENS,
+    Part,
+    compiled_for,
+    importance,
+    of_models,
+    of_suite,
+)
+from bench.gpu_jobs import UNTRIED, asked, suite_passes, work
+from bench.gpu_page import report, right
+from bench.gpu_verify import checks, ops_of, outdated, ship
 from bench.gpu_workers import UNFINISHED, Job, carry_out, in_one_line
-from bench.parts import write_record
 
 DEVICE = "cuda"
 # What is in the record of this folder is shipped with the package.
-KEPT = Path(__file__).resolve().parent.parent / "reports" / "gpu"
+SHIPPED = Path(__file__).resolve().parent.parent / "reports" / "gpu"
 # Seconds in all, and those kept for the record and the page at the end.
 BUDGET, RESERVE = 560.0, 10.0
 # The share of the time that the tests take where they are asked for, and of a part's time that its tries may take.
@@ -60,6 +71,125 @@ LANES, LARGE_LANES, COMPILING, SILENCE = 12, 3, 240.0, 90.0
 LARGE = 4096
 
 
+class Stage(NamedTuple):
+    """Parts that share a time.
+
+    Attributes:
+        name: Its name.
+        share: Its share of the time; it passes on what it leaves, and the last stage has none of its own.
+        parts: What is measured, the most informative first.
+    """
+
+    name: str
+    share: float
+    parts: tuple[Part, ...] = ()
+
+
+def stages() -> tuple[Stage, ...]:
+    """All stages, the most informative first."""
+
+    def step(suite: str, mode: str, length: int, way: str = "graph", dtype: str = "bfloat16") -> Part:
+        return Part(suite, mode, dtype, length, max(TOKENS // length, 1), way)
+
+    def decoding(length: int, batch: int, way: str = "graph") -> Part:
+        return Part("decode", "forward", "bfloat16", length, batch, way)
+
+    few = (2048, 8192, 512)
+    chosen = (
+        Stage("machine", 0.04),
+        Stage("attention", 0.32, tuple(step(ATTENTION, "forward", length) for length in few)),
+        Stage("models", 0.2, tuple(step("roberta", "forward", length) for length in few)),
+        Stage("training", 0.08, (step(ATTENTION, "train", 2048),)),
+        Stage(
+            "causal",
+            0.12,
+            (*(step(CAUSAL, "forward", length) for length in (2048, 8192)), step("gpt2", "forward", 2048)),
+        ),
+        Stage("decoding", 0.08, tuple(decoding(*size) for size in ((1024, 32), (4096, 32), (1024, 1)))),
+        Stage("checks", 0.16),
+    )
+    known = {part for stage in chosen for part in stage.parts}
+    return (
+        *chosen,
+        Stage("more", 0.0, tuple(part for part in dict.fromkeys(_others(step, decoding)) if part not in known)),
+    )
+
+
+def _others(step: Any, decoding: Any) -> Iterator[Part]:
+    """What a longer run measures too, the most informative first."""
+    short = [length for length in LENGTHS if length < TOKENS]
+    yield from (step(ATTENTION, "forward", length) for length in LENGTHS)
+    yield from (step(PADDED, "forward", length) for length in (512, 2048, 8192))
+    yield from (step(CAUSAL, "train", length) for length in (2048, 8192))
+    yield from (step(ATTENTION, "train", length) for length in LENGTHS)
+    yield from (step("roberta", "forward", length) for length in LENGTHS)
+    yield from (step("gpt2", "forward", length) for length in LENGTHS)
+    yield from (step("roberta-padded", "forward", length) for length in (512, 2048, 8192))
+    yield from (step(ATTENTION, "forward", length, "eager") for length in LENGTHS)
+    yield from (step(ATTENTION, "forward", length)._replace(batch=1) for length in short)
+    yield from (step(CAUSAL, mode, length) for length in LENGTHS for mode in ("forward", "train"))
+    yield from (
+        step(ATTENTION, mode, 2048, dtype=dtype) for dtype in ("float16", "float32") for mode in ("forward", "train")
+    )
+    yield from (step(PADDED, "train", length) for length in (512, 2048, 8192))
+    yield from (
+        step(suite, "forward", length, "eager") for suite in ("roberta", "gpt2") for length in (512, 2048, 8192)
+    )
+    yield from (decoding(length, batch) for length in (256, 1024, 4096) for batch in (32, 1))
+    yield from (decoding(1024, batch, "eager") for batch in (32, 1))
+
+
+def planned() -> list[Part]:
+    """All parts, in order."""
+    return list(dict.fromkeys(part for stage in stages() for part in stage.parts))
+
+
+def tries(part: Part, device: torch.device) -> list[Job]:
+    """One job for each contender of a part, in the order in which they are measured: is it right on these very shapes, and can it be
+    captured?
+    """
+    kind = getattr(torch, part.dtype)
+    if part.suite in SUITES:
+        how = (part.suite, part.mode, part.length, kind, device, compiled_for(part))
+        named = [(one.name, one.role) for one in gpu_cases.contenders(*how)]
+    else:
+        models = of_models(part.suite, part.length, part.batch, kind, device)
+        named = [(name, role) for name, role, _ in models]
+    named.sort(key=lambda pair: importance(*pair))
+    return [
+        Job(attempt(part, name), {"kind": "try", "part": part._asdict(), "name": name, "role": role})
+        for name, role in named
+    ]
+
+
+def attempt(part: Part, name: str) -> str:
+    """The name of the job that tries a contender of a part."""
+    return f"try/{part.id}/{name}"
+
+
+def decoded() -> list[str]:
+    """The mechanisms whose decoding is verified: those that are timed, and another one with separate kernels for it."""
+    return [case.name for case in of_suite("decode", 1) if case.mechanism in (*MEASURED["decode"], "performer")]
+
+
+def checked() -> list[dict[str, str]]:
+    """Everything to verify before `auto` uses kernels: every mechanism with kernels, in every dtype and suite."""
+    jobs = []
+    for dtype in ("bfloat16", "float16", "float32"):
+        for suite in (*SUITES, "decode"):
+            names = decoded() if suite == "decode" else [case.name for case in of_suite(suite, 1)]
+            jobs += [{"suite": suite, "dtype": dtype, "name": name} for name in names if ops_of(suite, name)]
+    return jobs
+
+
+def verifications() -> list[Job]:
+    """The jobs of all that is to be verified."""
+    return [
+        Job(f"verification/{one['suite']}/{one['dtype']}/{one['name']}", {"kind": "verification", **one})
+        for one in checked()
+    ]
+
+
 def run(options: argparse.Namespace, console: Console) -> None:
     """Run one stage after the other, and write the record of all stored parts after each.
 
@@ -69,7 +199,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     folder, begun = options.output / "parts", time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     _take_up(options.output)
-    then, now = (parts.stored(folder, "machine") or {}).get("environment"), asked("name").get("name")
+    then, now = (pages.stored(folder, "machine") or {}).get("environment"), asked("name").get("name")
     if then and now and now != then["gpu"]:
         raise ApproxError(
             f"{folder} holds what was measured on {then['gpu']}, and this is {now}. Take another folder with -o.",
@@ -78,7 +208,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     end = begun + options.budget - min(RESERVE, options.budget / 10)
     # Nothing else can run without it.
     _carry_out([Job("machine", {"kind": "machine"})], folder, end, 1, options, console)
-    if (machine := parts.stored(folder, "machine")) is None or "error" in machine:
+    if (machine := pages.stored(folder, "machine")) is None or "error" in machine:
         why = "it took too long" if machine is None else machine["error"]
         raise ApproxError(f"The GPU was asked to copy and multiply, but {why}. Fix that first.", Exit.MISSING)
     card = machine["environment"]
@@ -91,9 +221,9 @@ def run(options: argparse.Namespace, console: Console) -> None:
     if why := assembler_obstacle(*capability):
         raise ApproxError(f"The kernels would not be right on {card['gpu']}: {why}", Exit.MISSING)
     try:
-        if options.tests and not (parts.stored(folder, "tests") or {"finished": False})["finished"]:
+        if options.tests and not (pages.stored(folder, "tests") or {"finished": False})["finished"]:
             console.print("tests", highlight=False)
-            parts.keep(folder, "tests", suite_passes(options.output / "tests.log", TESTS * options.budget))
+            pages.keep(folder, "tests", suite_passes(options.output / "tests.log", TESTS * options.budget))
         for stage, deadline in allotted(stages(), time.monotonic(), end):
             _run_stage(stage, deadline, options, console)
             _gather(options.output, time.monotonic() - begun)
@@ -115,14 +245,14 @@ def _run_stage(stage: Stage, deadline: float, options: argparse.Namespace, conso
     if stage.name == "checks":
         lanes = min(LANES, max(2, (os.cpu_count() or 2) * 3 // 4))
         _carry_out(verifications(), folder, deadline, lanes, options, console)
-        verified = [one for one in parts.all_stored(folder) if one.get("kind") == "verification"]
+        verified = [one for one in pages.all_stored(folder) if one.get("kind") == "verification"]
         result = {"kind": "checks", "checks": checks(verified, checked())}
         # Regardless of the time: `auto` depends on the result, which takes no time.
         _carry_out([Job("checks", result)], folder, math.inf, 1, options, console)
     chosen = [
         part for part in stage.parts if fnmatch.fnmatchcase(part.id, options.only) and part.length in options.lengths
     ]
-    chosen = [part for part in chosen if _unfinished(parts.stored(folder, part.id))]
+    chosen = [part for part in chosen if _unfinished(pages.stored(folder, part.id))]
     for place, part in enumerate(chosen):
         begun = time.monotonic()
         end = begun + (deadline - begun) / (len(chosen) - place)
@@ -132,22 +262,21 @@ def _run_stage(stage: Stage, deadline: float, options: argparse.Namespace, conso
         trials = tries(part, torch.device(options.device))
         lanes = min(LARGE_LANES if part.length >= LARGE else LANES, max(2, (os.cpu_count() or 2) * 3 // 4))
         _carry_out(trials, folder, begun + TRYING * (end - begun), lanes, options, console)
-        tried = {job.arguments["name"]: (parts.stored(folder, job.id) or {}).get("status", UNTRIED) for job in trials}
+        tried = {job.arguments["name"]: (pages.stored(folder, job.id) or {}).get("status", UNTRIED) for job in trials}
         arguments = {"kind": "part", "part": part._asdict(), "tried": tried}
         _carry_out([Job(part.id, arguments)], folder, end, 1, options, console)
 
 
 def _take_up(output: Path) -> None:
     """Store the parts that the record of a folder has and its part files lack, as in a fresh checkout."""
-    path = output / "record.json"
-    if not path.is_file():
+    if not (output / pages.RECORD).is_file():
         return
-    made = json.loads(path.read_text(encoding="utf-8"))
+    made = pages.opened(output)
     named = {"machine": {"kind": "machine", "environment": made["environment"], "rates": made["rates"]}}
     named |= {"tests": made["tests"]} if made["tests"] else {}
     named |= {f"verification/{one['suite']}/{one['dtype']}/{one['name']}": one for one in made["verified"]}
     named |= {_part_of(one).id: one for one in made["parts"]}
-    parts.seed(output / "parts", named)
+    pages.seed(output / "parts", named)
 
 
 def _part_of(one: dict[str, Any]) -> Part:
@@ -158,7 +287,7 @@ def _carry_out(
     jobs: list[Job], folder: Path, deadline: float, lanes: int, options: argparse.Namespace, console: Console
 ) -> None:
     """Run the jobs that are not stored yet; the next run retries those that failed as a whole."""
-    left = [job for job in jobs if _unfinished(parts.stored(folder, job.id))]
+    left = [job for job in jobs if _unfinished(pages.stored(folder, job.id))]
     left = [job._replace(arguments={**job.arguments, "device": options.device}) for job in left]
     done = 0
 
@@ -177,10 +306,10 @@ def _carry_out(
         empty = {"contenders": [], "best_exact": None, "spread": None} if job.arguments["kind"] == "part" else {}
         whole = {"kind": job.arguments["kind"], **empty, **about}
         try:
-            parts.keep(folder, job.id, {**whole, **result})
+            pages.keep(folder, job.id, {**whole, **result})
         except ValueError as error:
             # NaN or infinity, which records cannot hold, must not stop the other jobs.
-            parts.keep(folder, job.id, {**whole, "error": in_one_line(error)})
+            pages.keep(folder, job.id, {**whole, "error": in_one_line(error)})
 
     undone = carry_out(
         left,
@@ -211,7 +340,7 @@ def _unfinished(result: dict[str, Any] | None) -> bool:
 
 def _gather(output: Path, seconds: float) -> None:
     """Write the record of all stored parts, and list the missing parts of the plan."""
-    results = parts.all_stored(output / "parts")
+    results = pages.all_stored(output / "parts")
     raced = [one for one in results if one.get("kind") == "part"]
     done = {_part_of(one).id for one in raced if "error" not in one and UNFINISHED not in one}
     order = {part.id: place for place, part in enumerate(planned())}
@@ -223,13 +352,13 @@ def _gather(output: Path, seconds: float) -> None:
         "minutes": seconds / 60,
         "environment": machine["environment"],
         "rates": machine["rates"],
-        "tests": parts.stored(output / "parts", "tests"),
-        "checks": (parts.stored(output / "parts", "checks") or {}).get("checks", {}),
+        "tests": pages.stored(output / "parts", "tests"),
+        "checks": (pages.stored(output / "parts", "checks") or {}).get("checks", {}),
         "verified": [one for one in results if one.get("kind") == "verification"],
         "parts": sorted(raced, key=lambda one: order.get(_part_of(one).id, len(order))),
         "left": [name for name in order if name not in done],
     }
-    write_record(output / "record.json", made)
+    pages.write_record(output / pages.RECORD, made)
 
 
 def _check() -> None:
@@ -271,7 +400,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--plan", action="store_true", help="run nothing; print the order, and each stage's time")
     parser.add_argument("--tests", action="store_true", help="run pytest -m gpu first, for a sixth of the time")
     parser.add_argument("--only", default="*", metavar="GLOB", help="parts whose name matches")
-    parser.add_argument("--lengths", type=parts.numbers, default=(256, *LENGTHS), help="tokens, separated by commas")
+    parser.add_argument("--lengths", type=pages.numbers, default=(256, *LENGTHS), help="tokens, separated by commas")
     parser.add_argument("--redraw", action="store_true", help="measure nothing; make the page from the record")
     options = parser.parse_args(arguments)
     options.device = DEVICE
@@ -284,14 +413,15 @@ def main(arguments: list[str] | None = None) -> int:
         if not options.redraw:
             _check()
             run(options, Console(stderr=True))
-        text, right = gpu_page.write(options.output, options.output)
-        if options.output.resolve() == KEPT:
-            ship(json.loads((KEPT / "record.json").read_text(encoding="utf-8")), VERIFIED)
+        text = pages.write_page(report, options.output, options.output)
+        made = pages.opened(options.output)
+        if options.output.resolve() == SHIPPED:
+            ship(made, VERIFIED)
     except ApproxError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
     sys.stdout.write(text)
-    return Exit.OK if right else Exit.VERIFICATION
+    return Exit.OK if right(made) else Exit.VERIFICATION
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@ linear, 2 quadratic. Writes `record.json` and, from it, `report.md` and `growth.
 two.
 """
 
-import argparse
-import json
 import statistics
 import sys
 from collections.abc import Mapping
@@ -20,19 +18,15 @@ from typing import Any, NamedTuple
 # In a checkout that is not installed, both packages lie beside this folder.
 sys.path.extend(str(Path(__file__).resolve().parent.parent / name) for name in (".", "kernels"))
 
-import matplotlib
 import numpy as np
 import torch
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import track
 
 from approx.evaluation.record import environment
 from approx.evaluation.timing import Neighbours, is_out_of_memory, memory_limit, peak_mb, timed
 from approx.mechanisms import MECHANISMS
-from bench.pages import save_figure
-from bench.parts import write_record
+from bench.pages import figure, line, main, table
 
 HEADS, SIZE = 4, 64
 LENGTHS = tuple(2**power for power in range(10, 16))
@@ -154,13 +148,12 @@ def exceeds(case: dict[str, Any]) -> bool:
     return case["bound"] is not None and max(case["time"]["slope"], case["memory"]["slope"]) > case["bound"]
 
 
-def report(made: dict[str, Any]) -> str:
-    """The record as a table in Markdown."""
+def report(made: dict[str, Any], output: Path) -> str:
+    """The page of a record, in Markdown; its plot is written into a folder."""
+    draw(made, output / "growth.svg")
     lengths = sorted({point["length"] for case in made["cases"] for point in case["points"]})
-    lines = [
-        ["mechanism", "time grows as", "memory grows as", "bound", *(f"ms at {length:,}" for length in lengths)],
-        ["---", *["--:"] * (3 + len(lengths))],
-    ]
+    head = ["mechanism", "time grows as", "memory grows as", "bound", *(f"ms at {length:,}" for length in lengths)]
+    rows = []
     for case in made["cases"]:
         by_length = {point["length"]: point for point in case["points"]}
         figures = [f"{by_length[n]['ms']:.3g}" if by_length.get(n, {}).get("status") == "ok" else "–" for n in lengths]
@@ -168,7 +161,7 @@ def report(made: dict[str, Any]) -> str:
         bound = (
             "–" if case["bound"] is None else f"**{case['bound']}, exceeded**" if exceeds(case) else f"{case['bound']}"
         )
-        lines.append([f"`{case['name']}`", *slopes, bound, *figures])
+        rows.append([f"`{case['name']}`", *slopes, bound, *figures])
     machine, shape = made["environment"], made["shape"]
     note = "Other programs were using the cores.\n\n" if made["crowded"] else ""
     return (
@@ -177,61 +170,25 @@ def report(made: dict[str, Any]) -> str:
         f"{shape['dtype']}, random inputs; median milliseconds on {machine['processor']}, {machine['threads']} threads, torch "
         f"{machine['torch']}. Exponents are fitted to all lengths shown, with their standard error; memory is the peak beyond "
         f"the inputs. Made by `{made['command']}`.\n\n{note}![time against length](growth.svg)\n\n"
-        + "\n".join(f"| {' | '.join(line)} |" for line in lines)
-        + "\n"
+        f"{table(head, rows)}\n"
     )
 
 
 def draw(made: dict[str, Any], path: Path) -> None:
     """Time against length, both logarithmic, one line per case."""
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update({"svg.hashsalt": "growth", "svg.fonttype": "path", "font.size": 9})
-        figure = Figure(figsize=(8, 5.5), layout="constrained")
-        FigureCanvasSVG(figure)
-        axes = figure.add_subplot()
+    with figure(path) as axes:
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        axes.set_prop_cycle(color=matplotlib.colormaps["tab10"].colors)  # pyright: ignore[reportAttributeAccessIssue]  # a listed colormap
         for number, case in enumerate(made["cases"]):
             points = [point for point in case["points"] if point["status"] == "ok"]
-            style = {"linestyle": ("-", "--", ":")[number // 10], "marker": "osD"[number // 10], "markersize": 3}
-            axes.plot([p["length"] for p in points], [p["ms"] for p in points], label=case["name"], **style)
+            line(axes, number, case["name"], [(point["length"], point["ms"]) for point in points])
         axes.set_xlabel("tokens")
         axes.set_ylabel("milliseconds of a forward")
         axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.yaxis.set_major_formatter("{x:,g}")
         axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-        figure.legend(loc="outside right center", fontsize=7.5, frameon=False)
-        save_figure(figure, path)
-
-
-def write(source: Path, output: Path) -> dict[str, Any]:
-    """Write `report.md` and the plot into a folder from its own `record.json` or another's; returns the record."""
-    made = json.loads((source / "record.json").read_text(encoding="utf-8"))
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "report.md").write_text(report(made), encoding="utf-8")
-    draw(made, output / "growth.svg")
-    return made
-
-
-def main() -> int:
-    """Measure, write and print; 1 if a bound is exceeded."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "-o", "--output", type=Path, required=True, help="folder for the record and what is made from it"
-    )
-    parser.add_argument(
-        "--redraw", action="store_true", help="measure nothing; make report and drawing from the record"
-    )
-    options = parser.parse_args()
-    if not options.redraw:
-        write_record(options.output / "record.json", record())
-    made = write(options.output, options.output)
-    sys.stdout.write(report(made))
-    return int(any(exceeds(case) for case in made["cases"]))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # 1 if a bound is exceeded.
+    sys.exit(any(exceeds(case) for case in main(__doc__, record, report)["cases"]))

@@ -35,7 +35,7 @@ sys.path.extend(str(Path(__file__).resolve().parent.parent / name) for name in (
 
 import torch
 
-from bench.parts import write_record
+from bench.pages import RECORD, opened, table, write_page, write_record
 
 CAPABILITIES = (80, 90, 100)
 # Shared memory per program, in KiB. Cards of capability 8.6 and 8.9 have at most 99.
@@ -232,38 +232,35 @@ def wrong(row: dict[str, Any]) -> list[str]:
     return [f"{name} {sentence}" for sentence in faults]
 
 
-def report(record: dict[str, Any]) -> str:
-    """The record as tables in Markdown."""
-    compilers = record["compilers"]
-    lines = [
-        "# Kernels, as compiled",
-        "",
-        "Read from the machine code for compute capability 8.0 (A100), 9.0 (H100, H200) and 10.0 (B200); nothing was run. Made by "
-        f"`{record['command']}`, once with each compiler. The figures of a compiler are *registers per thread · KiB of shared memory · "
-        "tensor-core instructions*; spilled bytes are named where there are any.",
-        "",
-        "| compiler | ptxas for Hopper | kernels | that spill | without tensor cores |",
-        "|---|---|--:|--:|--:|",
-    ]
+def report(record: dict[str, Any], _: Path) -> str:
+    """The page of a record, in Markdown."""
+    compilers, counts = record["compilers"], []
     for one in compilers:
         rows = one["kernels"]
         spilled = sum(bool(row["spilled_bytes"]) for row in rows)
         without = sum(row["tensor_cores"] and not row["instructions"] for row in rows)
-        lines.append(f"| Triton {one['triton']} | {one['ptxas']} | {len(rows)} | {spilled} | {without} |")
+        counts.append([f"Triton {one['triton']}", one["ptxas"], f"{len(rows)}", f"{spilled}", f"{without}"])
+    parts = [
+        "# Kernels, as compiled",
+        "Read from the machine code for compute capability 8.0 (A100), 9.0 (H100, H200) and 10.0 (B200); nothing was run. Made by "
+        f"`{record['command']}`, once with each compiler. The figures of a compiler are *registers per thread · KiB of shared memory · "
+        "tensor-core instructions*; spilled bytes are named where there are any.",
+        table(["compiler", "ptxas for Hopper", "kernels", "that spill", "without tensor cores"], counts, words=2),
+    ]
     known = [{_key(row): row for row in one["kernels"]} for one in compilers]
     every = {key: row for rows in reversed(known) for key, row in rows.items()}
+    head = ["launch", "kernel", "tile", "warps, stages", "capability"]
     for op in sorted({row["op"] for row in every.values()}):
-        heads = "".join(f" {one['triton']}, {one['ptxas']} |" for one in compilers)
-        lines += ["", f"## {op}", "", f"| launch | kernel | tile | warps, stages | capability |{heads}"]
-        lines += ["|---|---|---|---|--:|" + "---|" * len(compilers)]
+        lines = []
         for key, row in every.items():
             if row["op"] == op:
                 tile = "×".join(str(size) for size in row["tiles"].values()) or "–"
-                lines.append(
-                    f"| {row['launch']} | `{row['kernel']}` | {tile} | {row['num_warps']}, {row['num_stages']} | "
-                    f"{row['capability'] / 10:.1f} |" + "".join(f" {_figures(rows.get(key))} |" for rows in known)
-                )
-    return "\n".join([*lines, ""])
+                options = f"{row['num_warps']}, {row['num_stages']}"
+                made = [row["launch"], f"`{row['kernel']}`", tile, options, f"{row['capability'] / 10:.1f}"]
+                lines.append([*made, *(_figures(rows.get(key)) for rows in known)])
+        heads = [f"{one['triton']}, {one['ptxas']}" for one in compilers]
+        parts += [f"## {op}", table([*head, *heads], lines, words=4, remarks=len(heads))]
+    return "\n\n".join(parts) + "\n"
 
 
 def _key(row: dict[str, Any]) -> str:
@@ -288,9 +285,7 @@ def write(rows: list[dict[str, Any]], folder: Path, compiler: tuple[str, str]) -
         folder: Where `record.json` and `report.md` are.
         compiler: The versions of Triton and of its ptxas for Hopper.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "record.json"
-    old = json.loads(path.read_text(encoding="utf-8"))["compilers"] if path.is_file() else []
+    old = opened(folder)["compilers"] if (folder / RECORD).is_file() else []
     by_version = {(one["triton"], one["ptxas"]): one for one in old}
     before = by_version.get(compiler, {"kernels": [], "digests": {}})
     new = {(row["op"], row["capability"]) for row in rows}
@@ -307,8 +302,8 @@ def write(rows: list[dict[str, Any]], folder: Path, compiler: tuple[str, str]) -
         "command": "python bench/offline.py -o reports/kernels",
         "compilers": [one for _, one in newest_first],
     }
-    write_record(path, record)
-    (folder / "report.md").write_text(report(record), encoding="utf-8")
+    write_record(folder / RECORD, record)
+    write_page(report, folder, folder)
 
 
 def _numbers(version: str) -> list[int]:

@@ -10,9 +10,8 @@ import torch
 
 from approx.errors import Exit
 from approx.mechanisms import MECHANISMS
-from bench import cpu, cpu_cases, cpu_floor, cpu_grouped, cpu_page, cpu_peers, cpu_record, cpu_sections, cpu_targets
-from bench.pages import ratio
-from bench.parts import find
+from bench import cpu, cpu_cases, cpu_floor, cpu_page
+from bench.pages import find, ratio
 
 
 @pytest.fixture
@@ -87,7 +86,7 @@ def test_a_checkout_with_only_the_record_keeps_its_parts(bench, monkeypatch):
 @pytest.mark.parametrize("number", ["processor", "instructions", "family"])
 def test_refuses_to_continue_the_record_of_another_processor(bench, monkeypatch, capsys, number):
     run, folder = bench
-    monkeypatch.setattr(cpu_record, "generation", lambda: {"family": "one"})
+    monkeypatch.setattr(cpu, "generation", lambda: {"family": "one"})
     run("--only", "nothing")
     assert "No part of the plan is called 'nothing'" in capsys.readouterr().err
     made = json.loads((folder / "record.json").read_text(encoding="utf-8"))
@@ -115,7 +114,7 @@ def test_models_run_end_to_end_next_to_their_ceiling(bench, monkeypatch, suite):
     run, _ = bench
     few = ("linear", "local", "exact")
     monkeypatch.setattr("bench.cpu_cases.MECHANISMS", {name: MECHANISMS[name] for name in (*few, "sdpa", "full")})
-    monkeypatch.setattr(cpu_record, "FRAMES", (49,))
+    monkeypatch.setattr(cpu_cases, "FRAMES", (49,))
     made = run("--lengths", "48", "--only", f"{suite}/forward/*", "--minutes", "3")
     part = find(made, suite=suite, batch=1)
     assert part is not None
@@ -153,7 +152,7 @@ def test_refuses_unsupported_measurements(monkeypatch, capsys, option, wrong, al
     ],
 )
 def test_the_page_names_the_other_gains_of_older_parts(gained, said):
-    text = cpu_sections.products({"parts": [{}, {"products": {}}, {"products": gained}]})
+    text = cpu_page.products({"parts": [{}, {"products": {}}, {"products": gained}]})
     assert said in text
     assert bool(text) == bool(said)
 
@@ -187,7 +186,7 @@ def test_the_page_names_the_other_gains_of_older_parts(gained, said):
 def test_a_target_that_is_not_reached_has_a_reason(suite, name, batch, contender, free, said, why):
     dtype = "float32" if suite == "decode" else "bfloat16"
     part = raced({name: contender, "no attention": free}, suite=suite, batch=batch, dtype=dtype, spread=1.01)
-    lines = cpu_targets.judged({"parts": [part], "rates": []})
+    lines = cpu_page.judged({"parts": [part], "rates": []})
     (line,) = (line for line in lines if line[1:4] == [f"`{name}`", dtype, "default SDPA"])
     assert (line[4], line[-1]) == (said, why or "–")
 
@@ -223,7 +222,7 @@ def raced(ratios, **about):
 def test_gains_within_the_noise_are_not_bold_and_noisy_columns_are_marked(about, free, bold, marked):
     part = raced({"linear": 1.08, "no attention": free}, **about)
     assert ratio(part, "linear", "against_sdpa") == ("**1.08**" if bold else "1.08")
-    assert bool(cpu_sections.dagger(part)) == marked
+    assert bool(cpu_page.dagger(part)) == marked
     assert ratio(part, "absent", "against_sdpa") == "–"
 
 
@@ -252,7 +251,7 @@ def test_marks_values_beyond_their_limit():
     least = cpu_floor.floor_ms("linear", 512, False, rates, None)
     assert least is not None
     part = raced({"linear": 10 / (2.5 * least)}, suite="attention")
-    text = "\n".join(cpu_sections.floors({"rates": [rates], "parts": [part]}, "float32"))
+    text = "\n".join(cpu_page.floors({"rates": [rates], "parts": [part]}, "float32"))
     assert "| attention | at most | 512 |" in text
     assert "| `linear` | 2 | 2.5, over |" in text
 
@@ -266,7 +265,7 @@ def test_every_peer_has_a_counterpart(causal):
     assert ("idiap causal improved-clustered" in runs) == causal
     for one in peers:
         one.call()
-        assert cpu_peers.COUNTERPARTS[one.name] in runs
+        assert cpu_cases.COUNTERPARTS[one.name] in runs
 
 
 def test_signs_are_rated_where_c_can_be_compiled(monkeypatch):
@@ -278,10 +277,10 @@ def test_signs_are_rated_where_c_can_be_compiled(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("suite", list(cpu_grouped.SIZES))
+@pytest.mark.parametrize("suite", list(cpu_cases.GROUPED))
 def test_decodes_shared_keys_next_to_repeated_ones(bench, monkeypatch, suite):
     run, folder = bench
-    monkeypatch.setattr(cpu_grouped, "LENGTHS", (48,))
+    monkeypatch.setattr(cpu_cases, "GROUPED_LENGTHS", (48,))
     made = run("--lengths", "48", "--only", f"{suite}/*")
     assert {(part["suite"], part["batch"]) for part in made["parts"]} == {(suite, 1), (suite, 4)}
     decoding = {name for name, kind in MECHANISMS.items() if kind.supports_causal and kind.supports_decode}
@@ -289,5 +288,5 @@ def test_decodes_shared_keys_next_to_repeated_ones(bench, monkeypatch, suite):
         contenders = {row["name"].split()[0]: row for row in part["contenders"]}
         assert {row["status"] for row in contenders.values()} == {"ok"}
         assert decoding <= set(contenders)
-        assert any(row["name"] == cpu_grouped.REPEATED for row in part["contenders"])
+        assert any(row["name"] == cpu_cases.REPEATED for row in part["contenders"])
     assert "32 heads of" in (folder / "report.md").read_text(encoding="utf-8")

@@ -3,7 +3,7 @@
 import pytest
 
 from approx.mechanisms import MECHANISMS
-from bench.defaults import SWEEPS, best, cases, draw, report
+from bench.defaults import SWEEPS, best, cases, report
 
 
 def made(swept, results):
@@ -49,12 +49,11 @@ def test_settings_that_are_swept_exist_and_the_page_names_them(tmp_path):
         "cases": rows,
         "environment": {"processor": "a processor", "torch": "2"},
     }
-    page = report(record)
+    page = report(record, tmp_path)
     assert all(f"## {mechanism}" in page for mechanism in SWEEPS)
     assert "the times are rough" in page
     assert "`clusters` auto, " in page
     assert "`clusters` nothing, since the default, auto, was not measured" in report(
-        record | {"cases": [row for row in rows if row["value"] != "auto"]}
+        record | {"cases": [row for row in rows if row["value"] != "auto"]}, tmp_path
     )
-    draw(record, tmp_path / "defaults.svg")
     assert (tmp_path / "defaults.svg").read_text(encoding="utf-8").startswith("<?xml")

@@ -28,14 +28,15 @@ def test_all_weight_is_captured_where_all_tokens_are_together_and_less_where_not
     assert 0 < captured_by_reformer(q, k, rounds=1, cluster=8) < 0.9
 
 
-def test_writes_a_page_of_its_measurements(monkeypatch):
+def test_writes_a_page_of_its_measurements(monkeypatch, tmp_path):
     monkeypatch.setattr("bench.estimates.FEATURES", (8,))
     monkeypatch.setattr("bench.estimates.SEEDS", 1)
     monkeypatch.setattr("bench.estimates.ROUNDS", ((2, 16),))
     texts = [[drawn(40), drawn(40)], [drawn(40), drawn(40)]]
     source = {"name": "texts", "tokens": 40, "errors": errors(texts), "hashing": hashing(texts[0])}
     machine = {"processor": "a processor", "torch": "2"}
-    page = report({"command": "python x", "seeds": 1, "crowded": True, "sources": [source], "environment": machine})
+    record = {"command": "python x", "seeds": 1, "crowded": True, "sources": [source], "environment": machine}
+    page = report(record, tmp_path)
     assert all(name in page for name in ("| uniform | – |", *EPS, "**aderf, fitted floor** | 8 |", "times are rough"))
     row = next(line for line in page.splitlines() if line.startswith("| 40 | 2 × 16 |"))
     assert row.count("|") == 4 + len(BUCKETS)

@@ -10,24 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rich.console import Console
+from transformers.utils import import_utils
 
 from approx.errors import Exit
-from bench import (
-    gpu,
-    gpu_cases,
-    gpu_jobs,
-    gpu_machine,
-    gpu_models,
-    gpu_page,
-    gpu_plan,
-    gpu_race,
-    gpu_targets,
-    gpu_verify,
-    parts,
-)
-from bench.gpu_peers import Attention
-from bench.gpu_plan import Stage
-from bench.gpu_race import Part
+from bench import gpu, gpu_cases, gpu_jobs, gpu_page, gpu_verify, pages
+from bench.gpu import Stage
+from bench.gpu_cases import Attention, Part
 from bench.gpu_workers import Job
 
 pytest.importorskip("triton")
@@ -61,16 +49,15 @@ def tiny(monkeypatch):
 @pytest.fixture
 def measured(tiny, tmp_path, monkeypatch):
     """The folder of a run over three small parts, with all jobs in this process."""
-    monkeypatch.setattr(gpu_models, "LAYERS", 1)
+    monkeypatch.setattr(gpu_cases, "LAYERS", 1)
     monkeypatch.setattr(gpu, "planned", lambda: list(PARTS))
     monkeypatch.setattr(gpu, "stages", lambda: (Stage("attention", 1.0, PARTS), Stage("checks", 0.0)))
-    monkeypatch.setattr(gpu_plan, "checked", lambda: list(CHECKED))
-    monkeypatch.setattr(gpu, "checked", gpu_plan.checked)
-    monkeypatch.setattr(gpu_jobs, "calibrate", partial(gpu_machine.calibrate, side=32, copied=2**16))
+    monkeypatch.setattr(gpu, "checked", lambda: list(CHECKED))
+    monkeypatch.setattr(gpu_jobs, "calibrate", partial(gpu_jobs.calibrate, side=32, copied=2**16))
     monkeypatch.setattr(gpu_jobs, "HEADS", 1)
     monkeypatch.setattr(gpu_verify, "SHAPES", [(2, LENGTH, 1)])
     monkeypatch.setattr(gpu_verify, "LENGTH", 9)
-    monkeypatch.setattr(gpu_jobs, "measure", partial(gpu_race.measure, rounds=2))
+    monkeypatch.setattr(gpu_jobs, "measure", partial(gpu_jobs.measure, rounds=2))
     monkeypatch.setattr(gpu, "carry_out", here)
     how = {"output": tmp_path, "budget": 300.0, "tests": False, "only": "*", "lengths": (16, LENGTH), "device": "cpu"}
     gpu.run(argparse.Namespace(**how), Console(quiet=True))
@@ -114,10 +101,10 @@ def test_the_page_shows_tried_and_timed_contenders_of_the_record(measured, capsy
         low, high = rows["linear"]["against_sdpa"][1:]
         assert low <= rows["linear"]["against_sdpa"][0] <= high
         assert part["best_exact"] == "sdpa"
-    text, right = gpu_page.write(measured, measured)
-    assert right
+    text = pages.write_page(gpu_page.report, measured, measured)
+    assert gpu_page.right(made)
     assert text == (measured / "report.md").read_text("utf-8")
-    linear = parts.row(made["parts"][0], "linear")
+    linear = pages.row(made["parts"][0], "linear")
     assert linear is not None
     assert f"{linear['median_ms']:.3g}; " in text
     assert gpu.main(["-o", str(measured), "--redraw"]) == Exit.OK
@@ -125,8 +112,8 @@ def test_the_page_shows_tried_and_timed_contenders_of_the_record(measured, capsy
 
     # The same figures, attributed to the inputs of the targets.
     part = made["parts"][0] | {"dtype": "bfloat16", "length": 2048, "batch": 8, "way": "graph"}
-    asked = {row[0]: row[3] for row in gpu_targets.judged(made | {"parts": [part]})}
-    over = gpu_targets.over_floor({"rates": made["rates"]}, part, "linear")
+    asked = {row[0]: row[3] for row in gpu_page.judged(made | {"parts": [part]})}
+    over = gpu_page.over_floor({"rates": made["rates"]}, part, "linear")
     assert over is not None
     assert asked["`linear`, time over floor, at most"].startswith(f"2: {over:.2f}")
     assert asked["own flash against cuDNN, forward"] == "0.95: not measured"
@@ -143,7 +130,7 @@ def test_a_checkout_with_only_the_record_keeps_its_parts(tmp_path):
         "parts": [raced],
     }
     (tmp_path / "record.json").write_text(json.dumps(made), encoding="utf-8")
-    parts.keep(tmp_path / "parts", "machine", {"kind": "machine", "environment": {"gpu": "newer"}, "rates": {}})
+    pages.keep(tmp_path / "parts", "machine", {"kind": "machine", "environment": {"gpu": "newer"}, "rates": {}})
     gpu._take_up(tmp_path)
     gpu._gather(tmp_path, 1.0)
     again = record(tmp_path)
@@ -157,9 +144,9 @@ def test_a_checkout_with_only_the_record_keeps_its_parts(tmp_path):
 def test_a_wrong_or_untried_contender_is_a_row_and_is_not_timed(tiny, monkeypatch):
     monkeypatch.setattr(gpu_verify, "FACTOR", 1e-3)
     monkeypatch.setattr(gpu_jobs, "HEADS", 1)
-    monkeypatch.setattr(gpu_jobs, "measure", partial(gpu_race.measure, rounds=1))
+    monkeypatch.setattr(gpu_jobs, "measure", partial(gpu_jobs.measure, rounds=1))
     tried = {}
-    jobs = [job for job in gpu_plan.tries(PARTS[0], CPU) if job.arguments["name"] != "linear"]
+    jobs = [job for job in gpu.tries(PARTS[0], CPU) if job.arguments["name"] != "linear"]
     jobs = [job._replace(arguments=job.arguments | {"device": "cpu"}) for job in jobs]
     here(jobs, gpu_jobs.work, lambda job, result: tried.update({job.arguments["name"]: result["status"]}))
     assert tried["sdpa"] == "ok"
@@ -240,7 +227,7 @@ def test_a_contender_that_fails_is_a_row_and_the_others_go_on(tiny, monkeypatch)
     everybody.append(everybody[0]._replace(name="again", role="exact"))
     monkeypatch.setattr(gpu_cases, "contenders", lambda *arguments: iter(everybody))
     said = []
-    result = gpu_race.measure(PARTS[0], CPU, said.append, rounds=2)
+    result = gpu_jobs.measure(PARTS[0], CPU, said.append, rounds=2)
     rows = {one["name"]: one for one in said if "status" in one}
     assert {name: one["status"] for name, one in rows.items()} == {
         "sdpa": "ok",
@@ -260,7 +247,7 @@ def test_after_a_lost_process_only_exact_attention_and_what_is_missing_is_measur
         name: {"name": name, "role": "peer", "status": status} for name, status in (("done", "ok"), ("lost", "died"))
     }
     said = []
-    gpu_race.measure(PARTS[0], CPU, said.append, before=before, rounds=2)
+    gpu_jobs.measure(PARTS[0], CPU, said.append, before=before, rounds=2)
     assert [one["name"] for one in said if "status" in one] == ["sdpa", "new"]
 
 
@@ -274,16 +261,16 @@ def test_without_a_gpu_names_the_remedy(tmp_path, monkeypatch, capsys):
 
 
 def test_the_plan_names_every_part_once_and_tries_whoever_is_timed_in_it():
-    plan = [part for stage in gpu_plan.stages() for part in stage.parts]
+    plan = [part for stage in gpu.stages() for part in stage.parts]
     assert len({part.id for part in plan}) == len(plan)
     for part in (plan[0], next(part for part in plan if part.suite == "gpt2")):
-        tried = [job.arguments["name"] for job in gpu_plan.tries(part, torch.device("cuda"))]
+        tried = [job.arguments["name"] for job in gpu.tries(part, torch.device("cuda"))]
         assert len(set(tried)) == len(tried)
         assert tried[:2] == ["sdpa", "sdpa efficient"] or tried[:2] == ["sdpa", "sdpa math"]
         assert "linear" in tried
-    assert "FlexAttention" in [job.arguments["name"] for job in gpu_plan.tries(plan[0], torch.device("cuda"))]
+    assert "FlexAttention" in [job.arguments["name"] for job in gpu.tries(plan[0], torch.device("cuda"))]
     known = {case.name for suite in ("attention", "gpt2") for case in gpu_cases.of_suite(suite, 1)}
-    assert {*gpu_targets.ENCODER, *gpu_targets.PREFILL, *gpu_targets.FLOORS} <= known
+    assert {*gpu_page.ENCODER, *gpu_page.PREFILL, *gpu_page.FLOORS} <= known
     assert set(gpu_cases.FIRST) <= known
 
 
@@ -307,7 +294,7 @@ def test_the_next_stage_gets_the_time_left_by_a_stage():
 
 @pytest.mark.parametrize("length", [512, 1000])
 def test_tiles_of_a_window_are_counted_as_the_kernel_cuts_them(length):
-    cut = gpu_targets.FORWARD["narrow"][0].tiles
+    cut = gpu_page.FORWARD["narrow"][0].tiles
     place = torch.arange(length)
     near = (place[:, None] - place).abs() <= 128
     tiles = [
@@ -315,7 +302,7 @@ def test_tiles_of_a_window_are_counted_as_the_kernel_cuts_them(length):
         for i in range(0, length, cut["BM"])
         for j in range(0, length, cut["BN"])
     ]
-    assert gpu_targets.computed_pairs(gpu_targets.WINDOWS[0], length) == sum(tiles) * cut["BM"] * cut["BN"]
+    assert gpu_page.computed_pairs(gpu_page.WINDOWS[0], length) == sum(tiles) * cut["BM"] * cut["BN"]
 
 
 def test_counts_results_of_interrupted_tests():
@@ -326,29 +313,52 @@ tests/kernels/test_probe.py::test_on_a_gpu[few] PASSED      [ 40%]
 tests/kernels/test_probe.py::test_other SKIPPED (no reason) [ 50%]
 tests/kernels/test_flash.py:51: AssertionError
 """
-    counts = gpu_machine.counted(text)
+    counts = gpu_jobs.counted(text)
     assert (counts["passed"], counts["failed"], counts["skipped"]) == (2, 1, 1)
     assert counts["failures"] == ["tests/kernels/test_flash.py::test_spans[0]"]
 
 
 def test_the_tests_that_need_a_gpu_lie_where_the_script_looks():
-    folder = gpu_machine.ROOT / "tests"
+    folder = gpu_jobs.ROOT / "tests"
     needing = [path for path in folder.rglob("test_*.py") if "mark.gpu" in path.read_text("utf-8")]
-    folders = {path.parent.relative_to(gpu_machine.ROOT).as_posix() for path in needing if path.parent != folder}
-    assert folders == {word for word in gpu_machine.TESTS if word.startswith("tests/")}
+    folders = {path.parent.relative_to(gpu_jobs.ROOT).as_posix() for path in needing if path.parent != folder}
+    assert folders == {word for word in gpu_jobs.TESTS if word.startswith("tests/")}
 
 
 def test_describes_the_machine_without_nvidia_smi_too(monkeypatch):
-    monkeypatch.setattr(gpu_machine.shutil, "which", lambda name: None)
-    assert gpu_machine.watched() == {}
+    monkeypatch.setattr(gpu_jobs.shutil, "which", lambda name: None)
+    assert gpu_jobs.watched() == {}
     said = SimpleNamespace(stdout="41, 1980\n")
-    monkeypatch.setattr(gpu_machine.shutil, "which", lambda name: name)
-    monkeypatch.setattr(gpu_machine.subprocess, "run", lambda *arguments, **how: said)
-    assert gpu_machine.asked("temperature.gpu", "clocks.sm") == {"temperature.gpu": "41", "clocks.sm": "1980"}
+    monkeypatch.setattr(gpu_jobs.shutil, "which", lambda name: name)
+    monkeypatch.setattr(gpu_jobs.subprocess, "run", lambda *arguments, **how: said)
+    assert gpu_jobs.asked("temperature.gpu", "clocks.sm") == {"temperature.gpu": "41", "clocks.sm": "1980"}
 
 
 def test_rating_products_leaves_their_precision_as_it_was():
     settings = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # pyright: ignore[reportAttributeAccessIssue]  # a module made at run time
     before = [one.fp32_precision for one in settings]
-    gpu_machine.calibrate(torch.device("cpu"), side=32, copied=2**16)
+    gpu_jobs.calibrate(torch.device("cpu"), side=32, copied=2**16)
     assert [one.fp32_precision for one in settings] == before
+
+
+def test_mechanisms_with_all_pairs_run_on_short_inputs_only():
+    short, long = ({case.name for case in gpu_cases.of_suite("attention", length)} for length in (512, 8192))
+    assert short - long == {"full"}
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("suite", gpu_cases.SUITES)
+def test_exact_topk_is_verified(monkeypatch, suite):
+    monkeypatch.setattr(gpu_cases, "FEW", ("exact-topk",))
+    result = gpu_verify.verify(suite, "exact-topk", torch.float32, CPU, [(1, 100, 1)])
+    assert result["status"] == "ok"
+    assert result["kernels"] == ["topk_attention"]
+
+
+def test_models_without_padding_get_no_mask_for_being_captured(monkeypatch):
+    monkeypatch.setattr(import_utils, "is_cuda_stream_capturing", lambda: True)
+    assert import_utils.is_tracing()
+    with gpu_cases._unmasked():
+        assert not import_utils.is_tracing()
+    assert import_utils.is_tracing()

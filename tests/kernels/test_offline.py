@@ -79,7 +79,7 @@ def test_clustering_was_read_off_both_assemblers_of_the_oldest_triton():
 
 
 def test_the_report_is_made_from_the_record():
-    assert (REPORTS / "report.md").read_text("utf-8") == report(recorded())
+    assert (REPORTS / "report.md").read_text("utf-8") == report(recorded(), REPORTS)
 
 
 def test_figures_of_another_compiler_join_and_new_ones_of_the_same_replace(tmp_path):

@@ -13,7 +13,7 @@ from approx.doctor import probing
 from approx.mechanisms import MECHANISMS
 from approx_kernels.dispatch import checked, findings
 from approx_kernels.dispatch.checked import Check, check_of
-from bench import gpu, gpu_cases, gpu_checks, gpu_jobs, gpu_machine, gpu_page, gpu_plan, gpu_verify
+from bench import gpu, gpu_cases, gpu_jobs, gpu_page, gpu_verify, pages
 
 pytest.importorskip("triton")
 
@@ -32,7 +32,7 @@ def verified(**changed):
             **one,
             "status": "ok",
             "kernels": ["linear_attention"],
-            "sources": gpu_checks.sources(one["suite"], one["name"]),
+            "sources": gpu_verify.sources(one["suite"], one["name"]),
         }
         | changed
         for one in WANTED
@@ -40,23 +40,23 @@ def verified(**changed):
 
 
 def test_an_op_passes_if_all_its_cases_are_right():
-    assert gpu_checks.checks(verified(), WANTED) == {"linear_attention": Check(["bfloat16"], {})}
+    assert gpu_verify.checks(verified(), WANTED) == {"linear_attention": Check(["bfloat16"], {})}
 
 
 def test_an_incomplete_or_outdated_verification_gives_no_check():
-    assert gpu_checks.checks(verified()[:2], WANTED) == {}
-    assert gpu_checks.checks(verified(kernels=[]), WANTED) == {}
-    assert gpu_checks.checks(verified(sources={"linear_attention": "others"}), WANTED) == {}
-    assert gpu_checks.checks(verified(sources={"linear_attention": "others"}, status="failed: out"), WANTED) == {}
+    assert gpu_verify.checks(verified()[:2], WANTED) == {}
+    assert gpu_verify.checks(verified(kernels=[]), WANTED) == {}
+    assert gpu_verify.checks(verified(sources={"linear_attention": "others"}), WANTED) == {}
+    assert gpu_verify.checks(verified(sources={"linear_attention": "others"}, status="failed: out"), WANTED) == {}
 
 
 def test_one_case_that_is_wrong_or_lost_fails_its_op():
     wrong = [*verified()[:2], verified()[2] | {"status": "failed: out has error 1"}]
-    by_op = gpu_checks.checks(wrong, WANTED)
+    by_op = gpu_verify.checks(wrong, WANTED)
     why = "linear in attention-padded failed: out has error 1"
     assert by_op == {"linear_attention": Check([], {"bfloat16": why})}
     lost = [{**WANTED[0], "kind": "verification", "error": "linear: it did not end within 240 s"}]
-    assert "did not end" in gpu_checks.checks(lost, WANTED)["linear_attention"].wrong["bfloat16"]
+    assert "did not end" in gpu_verify.checks(lost, WANTED)["linear_attention"].wrong["bfloat16"]
 
 
 def test_verifies_changed_sources_again():
@@ -66,11 +66,11 @@ def test_verifies_changed_sources_again():
 
 
 def test_every_op_and_every_mechanism_that_runs_one_is_in_the_checks():
-    asked = gpu_plan.checked()
-    assert {op for one in asked for op in gpu_checks.ops_of(one["suite"], one["name"])} == set(checked.OPS)
+    asked = gpu.checked()
+    assert {op for one in asked for op in gpu_verify.ops_of(one["suite"], one["name"])} == set(checked.OPS)
     assert {one["dtype"] for one in asked} == {"bfloat16", "float16", "float32"}
     # Ops that use PyTorch alone, and one made of other ops.
-    assert set(MECHANISMS) - set(gpu_checks.RUN_BY) <= {"full", "sdpa", "exact", "head-groups"}
+    assert set(MECHANISMS) - set(gpu_verify.RUN_BY) <= {"full", "sdpa", "exact", "head-groups"}
 
 
 @pytest.mark.slow
@@ -78,7 +78,7 @@ def test_every_op_and_every_mechanism_that_runs_one_is_in_the_checks():
 def test_every_op_of_performer_runs_its_kernels_in_a_case_of_its_own(monkeypatch):
     name = "performer estimator=positive"
     monkeypatch.setattr(gpu_cases, "HEADS", 1)
-    assert {"suite": "decode", "dtype": "float16", "name": name} in gpu_plan.checked()
+    assert {"suite": "decode", "dtype": "float16", "name": name} in gpu.checked()
     result = gpu_verify.verify_decoding(name, torch.float32, torch.device("cpu"), length=9)
     assert (result["status"], result["kernels"]) == ("ok", ["performer_decode"])
     result = gpu_verify.verify("attention", name, torch.float32, torch.device("cpu"), [(1, 20, 1)])
@@ -91,10 +91,9 @@ def test_every_op_of_performer_runs_its_kernels_in_a_case_of_its_own(monkeypatch
 def test_a_run_stores_its_checks_for_doctor_and_page(tmp_path, monkeypatch, right):
     wanted = [{"suite": suite, "dtype": "float32", "name": "linear"} for suite in ("attention", "decode")]
     monkeypatch.setattr(gpu_cases, "HEADS", 1)
-    monkeypatch.setattr(gpu, "stages", lambda: (gpu_plan.Stage("checks", 1.0),))
+    monkeypatch.setattr(gpu, "stages", lambda: (gpu.Stage("checks", 1.0),))
     monkeypatch.setattr(gpu, "checked", lambda: wanted)
-    monkeypatch.setattr(gpu_plan, "checked", lambda: wanted)
-    monkeypatch.setattr(gpu_jobs, "calibrate", partial(gpu_machine.calibrate, side=32, copied=2**16))
+    monkeypatch.setattr(gpu_jobs, "calibrate", partial(gpu_jobs.calibrate, side=32, copied=2**16))
     monkeypatch.setattr(gpu_jobs, "verify", partial(gpu_verify.verify, shapes=[(2, 20, 1)]))
     monkeypatch.setattr(gpu_jobs, "verify_decoding", partial(gpu_verify.verify_decoding, length=9))
     if not right:
@@ -108,7 +107,7 @@ def test_a_run_stores_its_checks_for_doctor_and_page(tmp_path, monkeypatch, righ
     monkeypatch.setattr(gpu, "carry_out", here)
     how = {"output": tmp_path, "budget": 300.0, "tests": False, "only": "*", "lengths": (20,), "device": "cpu"}
     gpu.run(argparse.Namespace(**how), Console(quiet=True))
-    text, _ = gpu_page.write(tmp_path, tmp_path)
+    text = pages.write_page(gpu_page.report, tmp_path, tmp_path)
     lines = list(probing.of_kernels("cpu"))
     for op in ("linear_attention", "linear_decode"):
         check = check_of(op, "cpu")
@@ -151,8 +150,8 @@ def test_the_largest_keys_are_the_same_in_16_bits_where_inputs_are_set_apart(apa
 
 
 def test_ships_what_the_stored_record_verified():
-    record = json.loads((gpu.KEPT / "record.json").read_text(encoding="utf-8"))
-    assert json.loads(checked.VERIFIED.read_text(encoding="utf-8")) == gpu_checks.shipped(record)
+    record = json.loads((gpu.SHIPPED / "record.json").read_text(encoding="utf-8"))
+    assert json.loads(checked.VERIFIED.read_text(encoding="utf-8")) == gpu_verify.shipped(record)
 
 
 def test_only_current_sources_are_shipped_and_exact_attention_only_where_it_wins():
@@ -167,10 +166,10 @@ def test_only_current_sources_are_shipped_and_exact_attention_only_where_it_wins
             "parts": [{"contenders": rows}],
         }
 
-    assert list(gpu_checks.shipped(record(0.8, 1.2))["9.0"]["ops"]) == ["linear_attention", "flash_attention"]
-    assert list(gpu_checks.shipped(record(0.8))["9.0"]["ops"]) == ["linear_attention"]
+    assert list(gpu_verify.shipped(record(0.8, 1.2))["9.0"]["ops"]) == ["linear_attention", "flash_attention"]
+    assert list(gpu_verify.shipped(record(0.8))["9.0"]["ops"]) == ["linear_attention"]
     others = {"linear_attention": "others, torch 2.11.0"}
-    assert list(gpu_checks.shipped(record(1.2, sources=others))["9.0"]["ops"]) == ["flash_attention"]
+    assert list(gpu_verify.shipped(record(1.2, sources=others))["9.0"]["ops"]) == ["flash_attention"]
 
 
 @pytest.mark.parametrize(

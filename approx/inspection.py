@@ -20,6 +20,8 @@ class Layer:
     Attributes:
         heads: How many there are.
         fixed_positions: Positions of every input, where they are fixed.
+        window: Tokens that a query sees where the layer has a sliding window of its own; on either side unless causal.
+        kept: What keeps the layer from being converted; None where it can be.
         mechanism: None where attention is exact.
         group: The heads that have the mechanism: `all`, or numbers and ranges.
     """
@@ -31,6 +33,8 @@ class Layer:
     head_dim: int
     causal: bool
     fixed_positions: int | None
+    window: int | None
+    kept: str | None
     mechanism: str | None
     settings: dict[str, Any]
     group: str
@@ -46,6 +50,7 @@ class Inspected:
         seconds_per_position: Seconds of sound that a position stands for.
         history: The steps applied to it, in order.
         cross_attention: Number of cross-attention modules.
+        stays: A sentence for each kind of layers that cannot be converted.
     """
 
     name: str
@@ -58,6 +63,7 @@ class Inspected:
     converted: bool
     history: list[Conversion | Training]
     cross_attention: int
+    stays: list[str]
     layers: list[Layer]
 
 
@@ -117,6 +123,7 @@ def inspect(name: str, *, revision: str | None = None, offline: bool = False, me
         converted=source.converted,
         history=history(record),
         cross_attention=facts.cross_attention,
+        stays=facts.stays,
         layers=[
             Layer(
                 layer=site.layer,
@@ -126,6 +133,8 @@ def inspect(name: str, *, revision: str | None = None, offline: bool = False, me
                 head_dim=site.head_dim,
                 causal=site.causal,
                 fixed_positions=site.fixed_length,
+                window=site.window,
+                kept=site.kept,
                 mechanism=part.mechanism if part else None,
                 settings=part.settings if part else {},
                 group=part.heads if part else "all",
@@ -171,7 +180,7 @@ def plan(
         for site in facts.sites
         for part in (described(site_record(site, assignment[site])) if site in assignment else [None])
     ]
-    return Planned(source.name, chosen, layers, costs, _warnings(facts, costs))
+    return Planned(source.name, chosen, layers, costs, facts.stays + _warnings(facts, costs))
 
 
 def _warnings(facts: anatomy.Anatomy, costs: list[cost.Cost]) -> list[str]:

@@ -25,10 +25,10 @@ def rule(name, layers="all", **more):
     return Rule(name.split()[0], layers, SMALL.get(name, {}), **more)
 
 
-def decoder(architecture, *rules):
+def decoder(architecture, *rules, **changes):
     """A model with weights large enough for varied output."""
     spread = "init_std" if architecture.startswith("Whisper") else "initializer_range"
-    model = tiny(architecture, seed=3, **{spread: 0.6})
+    model = tiny(architecture, seed=3, **{spread: 0.6}, **changes)
     # The embedding of padding is 0, so all scores of its queries and keys are tied at 0.
     table = model.get_input_embeddings().weight.data
     table[0] = -table[1]

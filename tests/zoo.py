@@ -60,6 +60,7 @@ _ENCODER_DECODER: dict[str, Any] = {
     "vocab_size": 101,
 }
 _LLAMA: dict[str, Any] = {**_TEXT, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_WINDOWS: dict[str, Any] = {**_LLAMA, "head_dim": 8, "sliding_window": 8}
 _CONFIGS: dict[str, dict[str, Any]] = {
     "Bert": _TEXT,
     "Roberta": {**_TEXT, "max_position_embeddings": 66},
@@ -73,9 +74,32 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 64,
     },
     "Electra": {**_TEXT, "embedding_size": 16},
+    "ModernBert": {
+        **_TEXT,
+        "global_attn_every_n_layers": 2,
+        "local_attention": 8,
+        **{f"{name}_token_id": number for number, name in enumerate(("pad", "bos", "eos", "cls", "sep"))},
+    },
     "GPT2": _GPT2,
     "Llama": _LLAMA,
     "Mixtral": {**_LLAMA, "num_local_experts": 4, "sliding_window": None},
+    "ModernBertDecoder": {**_LLAMA, "global_attn_every_n_layers": 2, "local_attention": 8},
+    "Mistral": _LLAMA,
+    "Gemma2": _WINDOWS,
+    "Gemma3": _WINDOWS,
+    "Qwen2": _WINDOWS,
+    "Qwen3": _WINDOWS,
+    "GptOss": {**_WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "MiMoV2Flash": {
+        **_WINDOWS,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "v_head_dim": 6,
+        "swa_head_dim": 8,
+        "swa_v_head_dim": 6,
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+    },
     "Bart": {
         **_ENCODER_DECODER,
         "max_position_embeddings": 64,
@@ -109,6 +133,7 @@ FAMILIES = (
     "XLMRobertaForTokenClassification",
     "DistilBertForSequenceClassification",
     "ElectraForSequenceClassification",
+    "ModernBertForSequenceClassification",
     "GPT2LMHeadModel",
     "LlamaForCausalLM",
     "Wav2Vec2ForCTC",
@@ -127,6 +152,9 @@ OTHER_HEADS = (
     "GPT2ForSequenceClassification",
     "GPT2Model",
     "LlamaForSequenceClassification",
+    "ModernBertForMaskedLM",
+    "ModernBertForQuestionAnswering",
+    "ModernBertForTokenClassification",
     "Wav2Vec2ForSequenceClassification",
     "Wav2Vec2Model",
 )
@@ -138,9 +166,10 @@ CAUSAL = tuple(name for name, kind in MECHANISMS.items() if kind.supports_causal
 def tiny(architecture: str, seed: int = 0, **changes: Any) -> Any:
     """A model of this architecture in evaluation mode; the same seed gives the same weights."""
     family = max((name for name in _CONFIGS if architecture.startswith(name)), key=len)
-    config = getattr(transformers, f"{family}Config")(**{**_CONFIGS[family], **changes})
+    kind = getattr(transformers, architecture)
+    config = kind.config_class(**{**_CONFIGS[family], **changes})
     torch.manual_seed(seed)
-    return getattr(transformers, architecture)(config).eval()
+    return kind(config).eval()
 
 
 def outputs(model: Any, inputs: dict[str, Tensor] | None = None, **more: Any) -> list[Tensor]:

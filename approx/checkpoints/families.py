@@ -22,6 +22,7 @@ FAMILIES = (
     "xlm-roberta",
     "distilbert",
     "electra",
+    "modernbert",
     "gpt2",
     "llama",
     "wav2vec2",

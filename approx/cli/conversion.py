@@ -62,12 +62,14 @@ def inspect(
             "head size": lambda line: str(line[0].head_dim),
             "kind": lambda line: "causal" if line[0].causal else "bidirectional",
             "positions": lambda line: _always(line[0]) if checkpoint.fixed_positions is None else "",
+            "window": lambda line: _window(line[0]),
         },
         verbose=terminal.verbose,
         group="group",
-        kind=("heads", "key_heads", "head_dim", "causal", "fixed_positions"),
+        kind=("heads", "key_heads", "head_dim", "causal", "fixed_positions", "window", "kept"),
     )
     notes = [f"Made by: {_entry(step)}" for step in checkpoint.history]
+    notes += checkpoint.stays
     if checkpoint.cross_attention:
         notes.append(f"{checkpoint.cross_attention} cross-attention modules always stay exact.")
     terminal.result(checkpoint, head, sites, *notes)
@@ -244,6 +246,10 @@ def _positions(checkpoint: "Inspected") -> str:
 
 def _always(site: "Layer") -> str:
     return "" if site.fixed_positions is None else f"always {site.fixed_positions}"
+
+
+def _window(site: "Layer") -> str:
+    return "" if site.window is None else f"{'' if site.causal else '±'}{site.window:,}"
 
 
 def _heads(site: "Layer") -> str:

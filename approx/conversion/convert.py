@@ -793,7 +793,7 @@ def convert(
         force=force,
         progress=progress,
     )
-    return Converted(**dict(receipt), notes=opened.notes)
+    return Converted(**dict(receipt), notes=facts.stays + opened.notes)
 
 
 def revert(name: str | Path, out: Path, *, force: bool = False) -> None:

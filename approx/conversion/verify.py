@@ -44,8 +44,8 @@ from approx.errors import ApproxError, Exit
 from approx.mechanisms import MECHANISMS
 from approx.mechanisms.mechanism import Mechanism, latest
 from approx.planning import positions
-from approx.planning.anatomy import anatomy
-from approx.planning.plan import Plan, ranges
+from approx.planning.anatomy import anatomy, ranges
+from approx.planning.plan import Plan
 from approx.planning.positions import example_inputs
 from approx.seam.internals import auto_classes
 from approx.seam.observe import Call, observe

@@ -1,6 +1,7 @@
 """Locate a model's attention, and count what it computes, by observing a forward pass on the meta device instead of a table of families."""
 
 import copy
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,7 +23,7 @@ from approx.errors import ApproxError, Exit, did_you_mean
 from approx.planning import positions
 from approx.planning.positions import example_inputs, seconds_per_position
 from approx.seam.attention_free import values_only
-from approx.seam.dispatch import is_causal
+from approx.seam.dispatch import OWN_KEYWORDS, is_causal
 from approx.seam.internals import backbone_of, can_switch_attention, temporary_attention
 
 
@@ -133,6 +134,7 @@ _PROBE_LENGTH = 48
 # Keywords that families pass to their attention but that do not change its result.
 _HARMLESS = {
     "cache_position",
+    "deterministic",
     "encoder_hidden_states",
     "is_causal",
     "num_items_in_batch",
@@ -161,6 +163,10 @@ class Site:
         scale: Factor of the scores.
         fixed_length: Number of positions if it is independent of the input, as for images and 30 s of speech; else
             None.
+        window: Tokens that a query of a layer with a sliding window sees: the last ones with its own if it is causal,
+            otherwise so many on either side. None without one.
+        kept: What its attention has that no mechanism can reproduce, so that it stays as it is; None if it can be
+            converted.
     """
 
     layer: int
@@ -171,6 +177,8 @@ class Site:
     causal: bool
     scale: float
     fixed_length: int | None = None
+    window: int | None = None
+    kept: str | None = None
 
 
 @dataclass(frozen=True)
@@ -205,6 +213,19 @@ class Anatomy:
     footprint: Footprint
 
     @property
+    def convertible(self) -> tuple[Site, ...]:
+        """The layers that can be converted; never empty."""
+        return tuple(site for site in self.sites if site.kept is None)
+
+    @property
+    def stays(self) -> list[str]:
+        """A sentence for each kind of layers that cannot be converted."""
+        return [
+            f"{_layers(sites)} {'stay as they are' if len(sites) > 1 else 'stays as it is'}: {kept}."
+            for kept, sites in _by_reason(self.sites).items()
+        ]
+
+    @property
     def fixed_length(self) -> int | None:
         """Number of positions of every input if it is one for all layers, as for images; else None."""
         lengths = {site.fixed_length for site in self.sites}
@@ -213,6 +234,17 @@ class Anatomy:
     def flops_outside(self, length: int) -> float:
         """Floating-point operations of one forward pass of `length` positions, without self-attention."""
         return self.flops_fixed + self.flops_per_position * length + self.flops_per_pair * length**2
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Ascending numbers as text: `0-3,8`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], number]
+        else:
+            runs.append([number])
+    return ",".join("-".join(map(str, run)) for run in runs)
 
 
 # Parts of a config that do not affect the attention, but differ between copies of one checkpoint.
@@ -228,10 +260,48 @@ class _Kind:
     config: Any = field(compare=False)
 
 
-_RESTRICTED = "restricts its attention with its own mask (a sliding window, chunks, or one that it builds itself)"
-_BIASED = "adds its own mask or bias to the scores of its attention (as relative positions do, or the shifted windows of a Swin model)"
-# The module, the shapes of its queries and keys, the factor of the scores, and further keywords. Storing tensors would keep their memory in use.
-_Call = tuple[nn.Module, torch.Size, torch.Size, float | None, dict[str, Any]]
+# What keeps a layer from being converted, as the object of "has".
+_RESTRICTED = "its own mask (chunks, or one that the model builds itself)"
+_BIASED = "its own mask or bias on the scores (as relative positions have, or the shifted windows of a Swin model)"
+_PECULIAR = {
+    "softcap": "soft-capped scores",
+    "s_aux": "attention sinks with learned scores",
+    "position_bias": "position_bias, a bias for each pair of positions",
+}
+
+
+class _Call(NamedTuple):
+    """One call of an attention module. Storing tensors would keep their memory in use.
+
+    Attributes:
+        module: The module.
+        query: Shape of the queries.
+        key: Shape of the keys.
+        scaling: Factor of the scores.
+        kwargs: Further keywords.
+        window: Size of the sliding window that its mask has.
+        kept: What its mask has that no mechanism supports.
+    """
+
+    module: nn.Module
+    query: torch.Size
+    key: torch.Size
+    scaling: float | None
+    kwargs: dict[str, Any]
+    window: int | None
+    kept: str | None
+
+
+def _by_reason(sites: Iterable[Site]) -> dict[str, list[Site]]:
+    found: dict[str, list[Site]] = {}
+    for site in sites:
+        if site.kept is not None:
+            found.setdefault(site.kept, []).append(site)
+    return found
+
+
+def _layers(sites: Sequence[Site]) -> str:
+    return f"Layer{'s' * (len(sites) > 1)} {ranges(site.layer for site in sites)}"
 
 
 class _Observer:
@@ -241,12 +311,12 @@ class _Observer:
         self.calls: list[_Call] = []
         self.memory = Held()
         self.begun: list[int] = []
-        # What the attention does that no mechanism supports, if anything.
-        self.unsupported: str | None = None
+        # Masks that the model asked for and that mechanisms cannot take, with the sizes of their windows.
+        self.masks: list[tuple[Tensor, int | None]] = []
 
     def run(self, model: Any, inputs: dict[str, Tensor]) -> None:
         """Observe one forward pass, and discard earlier observations."""
-        self.calls, self.begun, self.memory = [], [], Held()
+        self.calls, self.begun, self.masks, self.memory = [], [], [], Held()
         with torch.no_grad(), self.memory:
             model(**inputs)
         if self.memory.draws:
@@ -267,16 +337,33 @@ class _Observer:
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
+        window, kept = None, None
         if attention_mask is not None:
-            # `mask` gives none, so this one is the model's own.
-            self.unsupported = _BIASED if attention_mask.is_floating_point() else _RESTRICTED
-        self.calls.append((module, query.shape, key.shape, scaling, kwargs))
+            window = next((size for mask, size in self.masks if mask is attention_mask), None)
+            kept = _BIASED if attention_mask.is_floating_point() else _RESTRICTED
+        self.calls.append(_Call(module, query.shape, key.shape, scaling, kwargs, window, kept))
         self.begun.append(self.memory.now + query.numel() * query.element_size())
         return values_only(module, query, key, value)
 
-    def mask(self, *args: Any, mask_function: Any = causal_mask_function, **kwargs: Any) -> None:
-        if mask_function not in (causal_mask_function, bidirectional_mask_function):
-            self.unsupported = _RESTRICTED
+    def mask(
+        self,
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        *args: Any,
+        mask_function: Any = causal_mask_function,
+        local_size: int | None = None,
+        config: Any = None,
+        **kwargs: Any,
+    ) -> Tensor | None:
+        if mask_function in (causal_mask_function, bidirectional_mask_function):
+            return None
+        # Chunks have a size too, under another name in the config.
+        window = local_size if local_size == getattr(config, "sliding_window", None) else None
+        # One byte stands for all pairs: only which layers get this mask matters.
+        mask = torch.ones((), dtype=torch.bool, device="meta").expand(batch_size, 1, q_length, kv_length)
+        self.masks.append((mask, window))
+        return mask
 
 
 def anatomy(config: Any, model_class: type) -> Anatomy:
@@ -442,16 +529,16 @@ def _observe(kind: _Kind) -> Anatomy:
             layers.append(Moment.through(lengths, starts))
     for pair in cross:
         if not _is_cross(*pair):
-            _, query, *_ = pair[0]
+            query = pair[0].query
             per_pair += 4 * query.numel() // query[-2]
             continue
-        for number, (_, query, key, *_) in enumerate(pair):
-            flops[number] += 4 * query.numel() * key[-2]
+        for number, call in enumerate(pair):
+            flops[number] += 4 * call.query.numel() * call.key[-2]
     per_position = (flops[1] - flops[0]) / (lengths[1] - lengths[0])
     return Anatomy(
         family=config.model_type,
         architecture=model_class.__name__,
-        sites=_sites(model, observer.unsupported, self_attention),
+        sites=_sites(model, self_attention),
         cross_attention=len(cross),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         positions=positions.limit(config),
@@ -483,23 +570,19 @@ def _lacks_values(error: Exception) -> bool:
 
 
 def _is_cross(*calls: _Call) -> bool:
-    return any(query[-2] != key[-2] for _, query, key, *_ in calls)
+    return any(call.query[-2] != call.key[-2] for call in calls)
 
 
-def _sites(model: Any, unlike: str | None, pairs: list[list[_Call]]) -> tuple[Site, ...]:
+def _sites(model: Any, pairs: list[list[_Call]]) -> tuple[Site, ...]:
     name = type(model).__name__
-    if unlike is not None:
-        like = "ViT" if model.main_input_name == "pixel_values" else "BERT, GPT-2 and Llama"
-        raise ApproxError(
-            f"{name} {unlike}, which the mechanisms do not support. Only models with plain causal or bidirectional attention can be "
-            f"converted, such as {like}.",
-            Exit.UNSUPPORTED,
-        )
     paths = {module: path for path, module in model.base_model.named_modules()}
-    sites = []
-    for (_, shorter, *_), (module, query, key, scaling, kwargs) in pairs:
-        extras = sorted(k for k, v in kwargs.items() if k not in _HARMLESS and v is not None)
-        if extras:
+    sites: list[Site] = []
+    for shorter, call in pairs:
+        module, query, kwargs = call.module, call.query, call.kwargs
+        passed = {key for key, value in kwargs.items() if value is not None}
+        # These layers stay exact by their family's own attention, if it has one.
+        own = {*OWN_KEYWORDS} if hasattr(sys.modules[type(module).__module__], "eager_attention_forward") else set()
+        if extras := sorted(passed - _HARMLESS - own - {"sliding_window"}):
             raise ApproxError(
                 f"{name} passes {', '.join(extras)} to its attention, which the mechanisms do not support. Only models with "
                 "plain softmax attention can be converted.",
@@ -511,18 +594,47 @@ def _sites(model: Any, unlike: str | None, pairs: list[list[_Call]]) -> tuple[Si
                 "separately. Only models with one attention module per layer can be converted.",
                 Exit.UNSUPPORTED,
             )
+        causal = is_causal(module, kwargs)
+        window = call.window or kwargs.get("sliding_window")
+        reasons = [_PECULIAR[key] for key in OWN_KEYWORDS if key in passed]
+        if window is not None:
+            reasons.append(f"a sliding window of {window:,} tokens{'' if causal else ' on either side'}")
+        elif call.kept is not None:
+            reasons.append(call.kept)
         sites.append(
             Site(
                 layer=len(sites),
                 path=paths[module],
                 heads=query[1],
-                key_heads=key[1],
+                key_heads=call.key[1],
                 head_dim=query[-1],
-                causal=is_causal(module, kwargs),
-                scale=query[-1] ** -0.5 if scaling is None else float(scaling),
-                fixed_length=query[-2] if query[-2] == shorter[-2] else None,
+                causal=causal,
+                scale=query[-1] ** -0.5 if call.scaling is None else float(call.scaling),
+                fixed_length=query[-2] if query[-2] == shorter.query[-2] else None,
+                window=window,
+                kept=" and ".join(reasons) or None,
             )
         )
     if not sites:
         raise ApproxError(f"{name} has no self-attention that could be replaced.", Exit.UNSUPPORTED)
+    if all(site.kept is not None for site in sites):
+        raise _all_kept(model, sites)
     return tuple(sites)
+
+
+def _all_kept(model: Any, sites: Sequence[Site]) -> ApproxError:
+    name = type(model).__name__
+    reasons = [f"{_layers(alike).lower()} {_have(alike)} {kept}" for kept, alike in _by_reason(sites).items()]
+    like = "ViT" if model.main_input_name == "pixel_values" else "BERT, GPT-2 and Llama"
+    remedy = f"Only layers with plain causal or bidirectional attention can, such as those of {like}."
+    window = next(iter({site.window for site in sites})) if len(reasons) == 1 else None
+    if window is not None and getattr(model.config, "sliding_window", None) == window:
+        remedy += (
+            f" Inputs of at most {window:,} tokens do not reach beyond such a window: for these, set sliding_window to null in the "
+            "config.json of a copy, and convert that."
+        )
+    return ApproxError(f"No layer of {name} can be converted: {'; '.join(reasons)}. {remedy}", Exit.UNSUPPORTED)
+
+
+def _have(sites: Sequence[Site]) -> str:
+    return "have" if len(sites) > 1 else "has"

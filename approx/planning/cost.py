@@ -16,8 +16,8 @@ class Cost:
 
     Attributes:
         length: Positions of the sequence; layers of fixed length count at their own.
-        flops_outside: Floating-point operations outside self-attention.
-        flops_exact: Operations of exact attention in all self-attention layers.
+        flops_outside: Floating-point operations outside the self-attention that can be converted.
+        flops_exact: Operations of exact attention in all self-attention layers that can be converted.
         flops_planned: The same under the plan.
         memory_exact: Peak memory of the whole pass in bytes, on top of weights and inputs, with exact attention, in
             float32: what `bench` measures.
@@ -56,17 +56,19 @@ def predict(anatomy: Anatomy, assignment: Mapping[Site, Sequence[Rule]], lengths
     planned = {site: [_Part.of(rule, site) for rule in rules] for site, rules in assignment.items()}
 
     def cost(length: int) -> Cost:
-        before, after = [], []
+        before, after, kept = [], [], 0
         for site in anatomy.sites:
             seen = site.fixed_length or length
             swapped = _running(planned[site], seen) if site in planned else exact[site]
             for costs, mechanism in ((before, exact[site]), (after, swapped)):
                 costs.append((mechanism.flops(seen), mechanism.memory(seen)))
+            # transformers computes all scores of a window's layer, and masks them.
+            kept += exact[site].flops(seen) if site.kept else 0
         return Cost(
             length=length,
-            flops_outside=anatomy.flops_outside(length),
-            flops_exact=sum(flops for flops, _ in before),
-            flops_planned=sum(flops for flops, _ in after),
+            flops_outside=anatomy.flops_outside(length) + kept,
+            flops_exact=sum(flops for flops, _ in before) - kept,
+            flops_planned=sum(flops for flops, _ in after) - kept,
             memory_exact=anatomy.footprint.peak(length, [memory for _, memory in before]),
             memory_planned=anatomy.footprint.peak(length, [memory for _, memory in after]),
             seconds=anatomy.seconds and anatomy.seconds * length,

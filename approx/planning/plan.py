@@ -1,7 +1,7 @@
 """A plan: ordered rules that assign mechanisms to layers and heads; the last matching rule wins."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +14,7 @@ from approx.errors import ApproxError, Exit, did_you_mean, shown
 from approx.mechanisms import MECHANISMS
 from approx.mechanisms.mechanism import Mechanism
 from approx.mechanisms.refusals import refusals
-from approx.planning.anatomy import Anatomy, Site
+from approx.planning.anatomy import Anatomy, Site, ranges
 from approx.planning.rule import KEYS, Rule, unwrapped
 from approx.seam.dispatch import parts
 from approx.validation import error_lines, validate
@@ -50,17 +50,6 @@ def parse_heads(text: str, count: int, owner: str) -> list[int]:
     if twice:
         raise ApproxError(f"Heads '{text}' name head {ranges(twice)} twice. Name each head once.")
     return heads
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """Ascending numbers as text: `0-3,8`."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1] = [runs[-1][0], number]
-        else:
-            runs.append([number])
-    return ",".join("-".join(map(str, run)) for run in runs)
 
 
 def _numbers(text: str, count: int, noun: str, owner: str) -> list[int]:
@@ -102,8 +91,9 @@ def resolve(rules: Sequence[Rule], anatomy: Anatomy) -> dict[Site, tuple[Rule, .
     chosen: dict[Site, list[int | None]] = {site: [None] * site.heads for site in anatomy.sites}
     named: list[dict[Site, list[int]]] = []
     for number, rule in enumerate(rules):
-        places, wrong = _places(rule, anatomy)
+        places, wrong, kept = _places(rule, anatomy)
         mistakes += [f"In {_name(number, rules)}: {text}" for text in wrong]
+        unsupported += [f"In {_name(number, rules)}: {text}" for text in kept]
         named.append(places)
         for site, heads in places.items():
             for head in heads:
@@ -211,22 +201,29 @@ def _name(number: int, rules: Sequence[Rule]) -> str:
     return f"rule {number + 1}" if len(rules) > 1 else "the plan"
 
 
-def _places(rule: Rule, anatomy: Anatomy) -> tuple[dict[Site, list[int]], list[str]]:
-    """Site -> heads that a rule names there, and the mistakes in its numbers."""
+def _places(rule: Rule, anatomy: Anatomy) -> tuple[dict[Site, list[int]], list[str], list[str]]:
+    """Site -> heads that a rule names there, the mistakes in its numbers, and the layers that cannot be converted."""
     mistakes, places = [], {}
     try:
-        sites = [anatomy.sites[layer] for layer in parse_layers(rule.layers, len(anatomy.sites))]
+        named = [anatomy.sites[layer] for layer in parse_layers(rule.layers, len(anatomy.sites))]
     except ApproxError as error:
-        mistakes, sites = [str(error)], []
+        mistakes, named = [str(error)], []
+    sites = [site for site in named if site.kept is None]
+    kept = [] if rule.layers.strip() == "all" else [site for site in named if site.kept is not None]
     # Check heads even if the layers do not exist.
-    for count in sorted({site.heads for site in sites or anatomy.sites[:1]}):
+    for count in sorted({site.heads for site in sites or anatomy.convertible[:1]}):
         alike = [site for site in sites if site.heads == count]
         owner = f"layers {ranges(site.layer for site in alike)} have" if alike else "the model has"
         try:
             places |= dict.fromkeys(alike, parse_heads(rule.heads, count, owner))
         except ApproxError as error:
             mistakes.append(str(error))
-    return {site: places[site] for site in sites if site in places}, mistakes
+    able = ranges(site.layer for site in anatomy.convertible)
+    refused = [
+        f"layer {site.layer} of {anatomy.architecture} cannot be converted: it has {site.kept}. Layers that can: {able}."
+        for site in kept
+    ]
+    return {site: places[site] for site in sites if site in places}, mistakes, refused
 
 
 def _trial(
@@ -239,7 +236,7 @@ def _trial(
         layers = [site.layer for site in sizes if site.causal == (form == "causal")]
         if layers and not getattr(mechanism, f"supports_{form}"):
             able = ", ".join(name for name, kind in sorted(MECHANISMS.items()) if getattr(kind, f"supports_{form}"))
-            free = [site.layer for site in anatomy.sites if site.causal != (form == "causal")]
+            free = [site.layer for site in anatomy.convertible if site.causal != (form == "causal")]
             hint = f" or choose among the layers that are not: {free[0]}-{free[-1]}" if free else ""
             support.append(
                 f"'{rule.mechanism}' has no {form} form, but layers {ranges(layers)} of {anatomy.architecture} are "
@@ -252,7 +249,7 @@ def _trial(
             "attention. Leave it out."
         )
     # Check settings even if the layers do not exist.
-    tried = sizes or {site: {site.heads} for site in anatomy.sites[:1]}
+    tried = sizes or {site: {site.heads} for site in anatomy.convertible[:1]}
     for heads, head_dim, causal, scale in sorted(
         {(n, site.head_dim, _form(mechanism, site), site.scale) for site, counts in tried.items() for n in counts}
     ):
@@ -365,7 +362,8 @@ class Plan:
 
         Raises:
             ApproxError: listing all mistakes at once: unknown names and settings, layers and heads that do not exist, a
-                mechanism without a causal form on a causal layer, settings out of range; or if no layer is selected.
+                mechanism without a causal form on a causal layer, a layer that cannot be converted named by its number,
+                settings out of range; or if no layer is selected.
         """
         return resolve(self.rules, anatomy)
 

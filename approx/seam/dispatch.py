@@ -10,6 +10,7 @@ This file is copied into converted checkpoints, so it does not depend on plans o
 
 import inspect
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -42,6 +43,8 @@ IMPLEMENTATION = "approx_v1"
 FORMAT = 1
 # Keyword that passes token ids from the model's forward to its attention, for mechanisms that read them.
 TOKENS = "approx_tokens"
+# Keywords that neither mechanisms nor SDPA read; a layer that is passed one stays exact and runs its family's own attention.
+OWN_KEYWORDS = ("softcap", "s_aux", "position_bias")
 # Read once per decoding step from the mask that all layers share: slots in use, and whether all of these are real.
 _READ = WeakTensorKeyDictionary()
 
@@ -151,13 +154,17 @@ def _read(mask: Tensor) -> tuple[int, bool]:
     return extent
 
 
-def dense_mask(mask: Tensor | None, causal: bool, queries: int, keys: int, device: torch.device) -> Tensor | None:
-    """Mask for SDPA, or None if it needs none. SDPA's own `is_causal` aligns top-left, so L != S needs a mask."""
+def dense_mask(mask: Tensor | None, causal: bool, query: Tensor, key: Tensor, *, always: bool = False) -> Tensor | None:
+    """Mask for SDPA, or None if it needs none; `always` is for attention without `is_causal`.
+
+    SDPA aligns its own `is_causal` top-left, so L != S needs a mask.
+    """
+    queries, keys, device = query.shape[-2], key.shape[-2], query.device
     if mask is not None and mask.dim() == 2:
         mask = mask[:, None, None, :]
         if causal and queries > 1:
             mask = mask & torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
-    elif mask is None and causal and 1 < queries != keys:
+    elif mask is None and causal and queries > 1 and (always or queries != keys):
         mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)[None, None]
     return mask
 
@@ -218,14 +225,10 @@ def _part(part: Mapping[str, Any], heads: int, site: Mapping[str, Any]) -> Mecha
     return mechanism
 
 
-def _exact_weights(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+def _exact_weights(query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     scores = (beside(query.float() * scale, key) @ key.float().transpose(-1, -2)).view(*query.shape[:3], key.shape[2])
-    if causal and mask is None:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(
-            key.shape[-2] - query.shape[-2]
-        )
     if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
     return scores.softmax(-1).nan_to_num(0.0).to(query.dtype)
 
 
@@ -268,21 +271,23 @@ def attention(
         key, value, attention_mask = in_use(query, key, value, attention_mask, causal)
     queries, keys = query.shape[-2], key.shape[-2]
 
+    own = mechanism is None and any(kwargs.get(name) is not None for name in OWN_KEYWORDS)
     if mechanism is None or attends_exactly(mechanism, keys, attention_mask):
-        if not weighs and (attention_mask is None or attention_mask.dim() == 2):
+        if not (weighs or own) and (attention_mask is None or attention_mask.dim() == 2):
             out = layer_attention(query, key, value, attention_mask, causal=causal, scale=scale, dropout=dropout)
             return out.transpose(1, 2), None
-        mask = dense_mask(attention_mask, causal, queries, keys, query.device)
-        how: dict[str, Any] = {
-            "dropout_p": dropout,
-            "scale": scale,
-            "is_causal": causal and mask is None and queries > 1,
-        }
+        mask = dense_mask(attention_mask, causal, query, key, always=weighs or own)
+        if own:
+            if mask is not None and mask.dtype == torch.bool:
+                mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
+            attend = sys.modules[type(module).__module__].eager_attention_forward
+            out, weights = attend(module, query, key, value, mask, scaling=scale, dropout=dropout, **kwargs)
+            return out, F.pad(weights, (0, slots - keys)) if weighs else None
+        alone = causal and mask is None and queries > 1
+        how: dict[str, Any] = {"dropout_p": dropout, "scale": scale, "is_causal": alone}
         out = F.scaled_dot_product_attention(query, key, value, mask, **how, enable_gqa=sharing(query, key) > 1)
         out = out.transpose(1, 2)
-        if not weighs:
-            return out, None
-        return out, F.pad(_exact_weights(query, key, mask, causal, scale), (0, slots - keys))
+        return out, F.pad(_exact_weights(query, key, mask, scale), (0, slots - keys)) if weighs else None
 
     if scale != mechanism.scale:
         raise ApproxError(

@@ -29,8 +29,8 @@ from approx.evaluation.statistics import standard_error
 from approx.finetuning.divergence import divergence, surrogate
 from approx.measuring.measure import Progress, computed_by, identity, measure_speed
 from approx.mechanisms import MECHANISMS
-from approx.planning.anatomy import Anatomy, Site
-from approx.planning.plan import Plan, ranges
+from approx.planning.anatomy import Anatomy, Site, ranges
+from approx.planning.plan import Plan
 from approx.planning.rule import Rule
 from approx.seam.observe import Call, observe
 from approx.searching.options import SearchStage
@@ -67,6 +67,8 @@ class Candidate(NamedTuple):
 
     def on(self, site: Site) -> bool:
         """Whether a site can become this."""
+        if site.kept is not None:
+            return False
         mechanism = MECHANISMS[self.rule.mechanism]
         able = mechanism.supports_causal if site.causal else mechanism.supports_bidirectional
         if not able or (self.heads is not None and self.heads >= site.heads):
@@ -107,7 +109,7 @@ def candidates(stage: SearchStage, anatomy: Anatomy) -> list[Candidate]:
     whole = [Candidate(name, rule) for name, rule in zip(_named(fitting), fitting, strict=True)]
     if stage.granularity == "layer":
         return whole
-    counts = sorted({round(share * site.heads) for share in _SHARES for site in anatomy.sites} - {0})
+    counts = sorted({round(share * site.heads) for share in _SHARES for site in anatomy.convertible} - {0})
     parts = [Candidate(f"{one.name}{_OF_HEADS}{count} heads", one.rule, count) for one in whole for count in counts]
     return whole + [one for one in parts if any(one.on(site) for site in anatomy.sites)]
 
@@ -134,7 +136,7 @@ def _ladders(names: Sequence[str], length: int, *, by_name: bool) -> Iterator[Ru
 
 def _fits(rule: Rule, anatomy: Anatomy, *, by_name: bool) -> bool:
     """Whether a layer of the model can run a rule; mistakes in what the user wrote are raised."""
-    forms = {site.causal: site for site in anatomy.sites}
+    forms = {site.causal: site for site in anatomy.convertible}
     for site in forms.values():
         try:
             Plan((Rule(rule.mechanism, str(site.layer), rule.settings),)).resolve(anatomy)
@@ -827,7 +829,7 @@ def measure_costs(
     """
     base = composer.base
     kinds: dict[tuple[Any, ...], list[Site]] = {}
-    for site in composer.anatomy.sites:
+    for site in composer.anatomy.convertible:
         kinds.setdefault((site.heads, site.key_heads, site.head_dim, site.causal, site.fixed_length), []).append(site)
     timed: dict[str, tuple[Candidate, list[Site]]] = {}
     for number, sites in enumerate(kinds.values()):

@@ -6,7 +6,8 @@ from typing import Any
 import yaml
 
 from approx.evaluation.record import BUSY, Quality, Speed, SpeedVariant
-from approx.planning.plan import Plan, ranges
+from approx.planning.anatomy import ranges
+from approx.planning.plan import Plan
 
 
 @dataclass(frozen=True)

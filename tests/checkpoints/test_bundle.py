@@ -15,6 +15,7 @@ from approx.checkpoints.manifest import MANIFEST, check_seal
 from approx.conversion import surgery
 from approx.errors import ApproxError, Exit
 from approx.mechanisms import MECHANISMS
+from approx.planning.anatomy import anatomy
 from approx.planning.plan import Plan, Rule
 from approx.planning.positions import example_inputs
 from approx_kernels.dispatch.implementation import implementation
@@ -32,11 +33,11 @@ def mixed(architecture, **how):
     causal = architecture.startswith(names)
     kinds = {name: kind for name, kind in MECHANISMS.items() if kind.supports_bidirectional}
     able = [name for name, kind in kinds.items() if kind.supports_causal or not causal]
-    layers = 4 if architecture.startswith("Whisper") else 3
-    chosen = [able[(len(architecture) + layer) % len(able)] for layer in range(layers)]
+    layers = [site.layer for site in anatomy(model.config, type(model)).convertible]
+    chosen = [able[(len(architecture) + layer) % len(able)] for layer in layers]
     if architecture.startswith("GPT2"):
         chosen[:2] = ["sinks", "linear"]  # a ring and a recurrent state, which travel too
-    plan = Plan(tuple(Rule(name, str(layer)) for layer, name in enumerate(chosen)))
+    plan = Plan(tuple(Rule(name, str(layer)) for layer, name in zip(layers, chosen, strict=True)))
     surgery.convert(model, plan, calibration=example_inputs(model, 24), **how)
     return model
 

@@ -21,6 +21,19 @@ def test_inspect_distinguishes_stock_and_converted(base, converted):
     assert "encoder.layer.1.attention.self" in call("inspect", converted, "-v").out
 
 
+def test_layers_with_windows_of_their_own_are_shown_and_stay(tmp_path):
+    tiny("ModernBertForMaskedLM").save_pretrained(tmp_path / "base")
+    stays = "Layer 1 stays as it is: a sliding window of 4 tokens on either side."
+    answer = call("inspect", "base")
+    assert stays in answer.out
+    assert [line.split()[-1] for line in answer.out.splitlines() if "bidirectional" in line][1] == "±4"
+    assert [layer["window"] for layer in call("inspect", "base", "--json").json["layers"]] == [None, 4, None]
+    assert stays in call("plan", "base", "-m", "local").out
+    refused = call("convert", "base", "-o", "other", "-m", "local", "--layers", "0,1")
+    assert (refused.code, (tmp_path / "other").exists()) == (3, False)
+    assert "layer 1 of ModernBertForMaskedLM cannot be converted: it has a sliding window" in refused.err
+
+
 def test_a_plan_is_shown_written_and_read_again(base, tmp_path):
     plan = ("plan", base, "--lengths", "16,64")
     answer = call(

@@ -43,7 +43,7 @@ def refused(code, *words):
             "SwinModel",
             {"image_size": 32, "patch_size": 4, "embed_dim": 32, "depths": [1], "window_size": 4}
             | {"num_attention_heads": [2], "num_hidden_layers": 1},
-            ["shifted windows of a Swin model", "such as ViT"],
+            ["shifted windows of a Swin model", "such as those of ViT"],
         ),
         ("CLIPModel", {}, ["several models", "text_config", "vision_config"]),
         ("T5Model", {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}, ["position_bias"]),

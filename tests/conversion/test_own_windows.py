@@ -1,0 +1,153 @@
+"""Models with windows of their own: their sliding layers stay as they are, and their full layers convert."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from approx.conversion import convert, surgery, verify
+from approx.errors import ApproxError, Exit
+from approx.inspection import inspect
+from approx.planning.anatomy import anatomy
+from approx.planning.cost import predict
+from approx.planning.plan import Plan
+from decoders import assert_same, decoder, generated, prompts, rule
+from zoo import difference, error_of, exact_plan, outputs, tiny
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+# Architecture -> changes of its tiny config, and the window of each layer.
+MIXED: dict[str, tuple[dict[str, Any], list[int | None]]] = {
+    "ModernBertForMaskedLM": ({}, [None, 4, None]),
+    "ModernBertDecoderForCausalLM": ({}, [None, 4, None]),
+    "Gemma2ForCausalLM": ({"attn_logit_softcapping": None}, [8, None, 8]),
+    "Gemma3ForCausalLM": ({"layer_types": [SLIDING, SLIDING, FULL]}, [8, 8, None]),
+    "Qwen2ForCausalLM": ({"use_sliding_window": True, "max_window_layers": 1}, [None, 8, 8]),
+    "Qwen3ForCausalLM": ({"use_sliding_window": True, "layer_types": [SLIDING, FULL, SLIDING]}, [8, None, 8]),
+    # Its sliding layers have sinks too, and its values are narrower than its keys.
+    "MiMoV2FlashForCausalLM": ({}, [8, None, 8]),
+}
+DECODERS = [name for name in MIXED if name.endswith("CausalLM")]
+
+
+def made(architecture: str) -> Any:
+    return tiny(architecture, **MIXED[architecture][0])
+
+
+def kept_layers(architecture: str) -> list[int]:
+    return [layer for layer, window in enumerate(MIXED[architecture][1]) if window is not None]
+
+
+@pytest.mark.parametrize("architecture", MIXED)
+def test_full_layers_convert_and_sliding_layers_stay(architecture):
+    model = made(architecture)
+    facts = anatomy(model.config, type(model))
+    assert [site.window for site in facts.sites] == MIXED[architecture][1]
+    assert [site.layer for site in facts.sites if site.kept] == kept_layers(architecture)
+    plan = Plan.of("local", left=4)
+    check = verify.exact_limit(model, plan)
+    assert check.passed, check.detail
+    before = outputs(model)
+    receipt = surgery.convert(model, plan)
+    assert receipt.left == kept_layers(architecture)
+    assert difference(outputs(model), before) > 1e-6
+    assert [check for check in (verify.padding(model), verify.causality(model)) if check.passed is False] == []
+    surgery.revert(model)
+    assert difference(outputs(model), before) == 0.0
+
+
+@pytest.mark.parametrize("architecture", ["ModernBertForMaskedLM", "Qwen3ForCausalLM", "MiMoV2FlashForCausalLM"])
+def test_attention_weights_are_those_of_the_base(architecture):
+    model = made(architecture)
+    model.set_attn_implementation("eager")
+    inputs = {"input_ids": torch.randint(5, 90, (2, 20)), "attention_mask": torch.ones(2, 20, dtype=torch.long)}
+    with torch.no_grad():
+        before = model(**inputs, output_attentions=True).attentions
+        surgery.convert(model, Plan.of("full"))
+        after = model(**inputs, output_attentions=True).attentions
+    assert difference(list(after), list(before)) < 1e-5
+
+
+@pytest.mark.parametrize("architecture", DECODERS)
+def test_generates_with_a_cache_what_the_base_generates(architecture):
+    model = decoder(architecture, **MIXED[architecture][0])
+    inputs = prompts(model)
+    before = {beams: generated(model, inputs, num_beams=beams) for beams in (1, 3)}
+    # A ring, a recurrent state, an ordinary cache, and notes about keys.
+    for mechanism in ("sinks", "linear", "full", "clustered"):
+        if (plan := exact_plan(model, mechanism)) is None:
+            continue
+        surgery.exchange(model, plan)
+        for beams, expected in before.items():
+            assert_same(generated(model, inputs, num_beams=beams), expected)
+        surgery.revert(model)
+
+
+@pytest.mark.parametrize("mechanism", ["sinks", "linear", "local", "clustered"])
+def test_a_mechanism_next_to_a_sliding_cache_decodes_as_without_a_cache(mechanism):
+    architecture = "Gemma3ForCausalLM"
+    model = decoder(architecture, rule(mechanism), **MIXED[architecture][0])
+    inputs = prompts(model)
+    assert_same(generated(model, inputs, num_beams=3), generated(model, inputs, num_beams=3, use_cache=False))
+
+
+def test_a_sliding_layer_named_by_its_number_is_refused_with_the_reason():
+    model = made("Gemma3ForCausalLM")
+    for layers in ("1", "0-2", "-2"):
+        error = error_of(lambda layers=layers: surgery.convert(model, Plan.of("local", layers=layers)))
+        assert error is not None
+        assert error.exit_code == Exit.UNSUPPORTED
+        assert "layer 1 of Gemma3ForCausalLM cannot be converted: it has a sliding window of 8 tokens" in str(error)
+        assert "Layers that can: 2." in str(error)
+    surgery.convert(model, Plan.of("local", layers="-1"))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "words"),
+    [
+        ("MistralForCausalLM", {"sliding_window": 8}, ["layers 0-2 have a sliding window of 8 tokens", "sliding_window to null"]),
+        ("Gemma2ForCausalLM", {}, ["layers 0,2 have soft-capped scores and a sliding window", "layer 1 has soft-capped scores"]),
+        ("GptOssForCausalLM", {}, ["layer 1 has attention sinks with learned scores", "layers 0,2"]),
+    ],
+)  # fmt: skip
+def test_a_model_without_a_layer_to_convert_is_refused_by_the_kind_of_each(architecture, changes, words):
+    with pytest.raises(ApproxError) as caught:
+        anatomy(tiny(architecture, **changes).config, getattr(transformers, architecture))
+    assert caught.value.exit_code == Exit.UNSUPPORTED
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_windows_without_effect_can_be_set_aside_as_the_refusal_says():
+    whole, windowed = (tiny("MistralForCausalLM", sliding_window=size) for size in (None, 24))
+    assert difference(outputs(whole), outputs(windowed)) == 0.0
+    assert verify.exact_limit(whole, Plan.of("local", left=4)).passed
+
+
+def test_layers_that_stay_count_as_outside():
+    model = made("Gemma3ForCausalLM")
+    facts = anatomy(model.config, type(model))
+    (cost,) = predict(facts, Plan.of("sdpa").resolve(facts), [64])
+    (whole,) = predict(anatomy((tiny("Gemma3ForCausalLM", layer_types=[FULL] * 3)).config, type(model)), {}, [64])
+    assert cost.flops_exact * 3 == whole.flops_exact == whole.flops_planned
+    assert cost.flops_outside + cost.flops_exact == whole.flops_outside + whole.flops_exact
+
+
+@pytest.mark.parametrize(
+    "architecture", ["Gemma3ForCausalLM", pytest.param("ModernBertForMaskedLM", marks=pytest.mark.slow)]
+)
+def test_folders_are_inspected_converted_verified_and_reverted_bit_for_bit(architecture, tmp_path):
+    made(architecture).save_pretrained(tmp_path / "base")
+    kept = kept_layers(architecture)
+    found = inspect(str(tmp_path / "base"))
+    assert [layer.window for layer in found.layers] == MIXED[architecture][1]
+    receipt = convert.convert(tmp_path / "base", tmp_path / "out", Plan.of("local", left=4))
+    assert receipt.left == kept
+    assert [check.name for check in receipt.checks if check.passed is False] == []
+    assert {check.name: check.passed for check in receipt.checks}["reload without approx is bit-equal"]
+    assert any("sliding window" in note and "stay" in note for note in receipt.notes)
+    assert [check for check in verify.verify(tmp_path / "out").checks if check.passed is False] == []
+    convert.revert(tmp_path / "out", tmp_path / "reverted")
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "reverted"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())

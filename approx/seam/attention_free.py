@@ -25,7 +25,8 @@ def values_only(
         value = value.repeat_interleave(groups, dim=1)
     if value.shape[-2] != query.shape[-2]:
         value = value.mean(-2, keepdim=True).expand(*query.shape[:-1], value.shape[-1])
-    return value.transpose(1, 2), None
+    # Some families take a view of it, which has to be contiguous.
+    return value.transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(_FREE, values_only)

@@ -275,7 +275,7 @@ def attention(
     if mechanism is None or attends_exactly(mechanism, keys, attention_mask):
         if not (weighs or own) and (attention_mask is None or attention_mask.dim() == 2):
             out = layer_attention(query, key, value, attention_mask, causal=causal, scale=scale, dropout=dropout)
-            return out.transpose(1, 2), None
+            return out.transpose(1, 2).contiguous(), None
         mask = dense_mask(attention_mask, causal, query, key, always=weighs or own)
         if own:
             if mask is not None and mask.dtype == torch.bool:
@@ -286,7 +286,7 @@ def attention(
         alone = causal and mask is None and queries > 1
         how: dict[str, Any] = {"dropout_p": dropout, "scale": scale, "is_causal": alone}
         out = F.scaled_dot_product_attention(query, key, value, mask, **how, enable_gqa=sharing(query, key) > 1)
-        out = out.transpose(1, 2)
+        out = out.transpose(1, 2).contiguous()
         return out, F.pad(_exact_weights(query, key, mask, scale), (0, slots - keys)) if weighs else None
 
     if scale != mechanism.scale:
@@ -309,10 +309,10 @@ def attention(
             Exit.UNSUPPORTED,
         )
     if has_state(layer):
-        return layer.attend(mechanism, query, key, value, attention_mask).transpose(1, 2), None
+        return layer.attend(mechanism, query, key, value, attention_mask).transpose(1, 2).contiguous(), None
     # An observer may need the mechanism as one operator, which does not take notes.
     notes = {"notes": layer.notes} if has_notes(layer) and not unreadable(query) else {}
-    out = mechanism(query, key, value, attention_mask, dropout=dropout, **tokens, **notes).transpose(1, 2)
+    out = mechanism(query, key, value, attention_mask, dropout=dropout, **tokens, **notes).transpose(1, 2).contiguous()
     if not weighs:
         return out, None
     return out, F.pad(mechanism.weights(query, key, attention_mask, **tokens), (0, slots - keys))

@@ -215,7 +215,7 @@ def _stages(recipe: Any) -> list[list[str]]:
         for name, rules in recipe.variants.items()
     ]
     rows += [
-        ["heal", ", ".join(stage.variants or recipe.variants), f"on {stage.task or stage.text}, {_where(stage)}"]
+        ["heal", ", ".join(stage.variants or recipe.variants), f"on {stage.task or 'text'}, {_where(stage)}"]
         for stage in recipe.heal
     ]
     rows += [["evaluate", stage.task, _where(stage)] for stage in recipe.evaluate]
@@ -236,4 +236,5 @@ def _stages(recipe: Any) -> list[list[str]]:
 
 def _where(stage: Any) -> str:
     limited = f", the first {stage.limit:,} examples" if stage.limit else ""
-    return f"data {stage.data or 'of its own source'}{limited}"
+    files = getattr(stage, "text", None) or [stage.data or "of its own source"]
+    return f"data {', '.join(map(str, files))}{limited}"

@@ -552,8 +552,13 @@ def _measure(model: Any, read: trainer.TrainingData) -> Measure:
 
 
 def measure_of(phase: Phase, prepared: Preparation, model: Any) -> Measure:
-    """The measure of a mode: the task's metric, or the mode's own loss for `transfer` or without a score."""
-    if prepared.measure.value is not None and phase.mode != "transfer":
+    """The measure of a mode: the task's metric, or the mode's own loss for `transfer`, `distill` or without a score.
+
+    A distance from the teacher varies less with few examples than a score does, and base models are often right on nearly all
+    of the examples they were trained on, of which some are held out. A budget of score ends a training, so it is measured.
+    """
+    scored = phase.mode not in ("transfer", "distill") or (phase.mode == "distill" and prepared.measure.enough is not None)
+    if prepared.measure.value is not None and scored:
         return prepared.measure
     return Measure("loss", True, _held_out_loss(phase, prepared.data, model))
 
@@ -922,15 +927,11 @@ def _trained(
 _START = "start.safetensors"
 
 
-# Fewer examples give a score that moves by chance, by half the standard error of a coin that is tossed for each.
-_ENOUGH_EXAMPLES = 100
-
-
 def _worse(prepared: Preparation, value: float, than: float) -> bool:
-    """Whether a score is worse than another; clearly so, where it is of few examples."""
+    """Whether a score is worse than another by more than it moves by chance: half the standard error of as many coins."""
     measure, count = prepared.measure, len(prepared.data.validated.examples)
     known = METRICS.get(measure.name)
-    margin = 0.25 / math.sqrt(count) if count < _ENOUGH_EXAMPLES and known is not None and known.fraction else 0.0
+    margin = 0.25 / math.sqrt(count) if known is not None and known.fraction else 0.0
     return value > than + margin if measure.lower_is_better else value < than - margin
 
 

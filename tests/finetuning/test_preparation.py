@@ -286,11 +286,16 @@ def test_uses_the_teacher_of_the_arguments(data):
     assert phase.objective._teacher is teacher
 
 
-def test_measures_the_metric_or_for_transfer_its_loss(data):
+def test_measures_the_metric_or_a_distance_from_the_teacher(data):
     model = model_of()
-    made = prepared(data, model, recover=["transfer", "task"])
-    transfer, task = made.phases
+    made = prepared(data, model, recover=["transfer", "distill", "task"])
+    transfer, distill, task = made.phases
     assert measure_of(task, made, model) is made.measure
+    assert measure_of(distill, made, model).name == "loss"
+    # A budget of score ends a training.
+    made.measure.enough = 0.9
+    assert measure_of(distill, made, model) is made.measure
+    assert measure_of(transfer, made, model).name == "loss"
     assert (made.measure.name, made.measure.lower_is_better) == ("accuracy", False)
     loss = measure_of(transfer, made, model)
     assert (loss.name, loss.lower_is_better) == ("loss", True)

@@ -6,6 +6,7 @@ from pathlib import Path
 from rich.console import Console
 
 from approx.cli.figures import quality_table, speed_tables
+from approx.errors import ApproxError
 from approx.evaluation.options import BASE
 from approx.evaluation.record import Quality, QualityVariant, Record, Scores, Speed, SpeedVariant, Tokens, Trained
 from approx.publishing import wording
@@ -16,10 +17,10 @@ from approx.tasks.metrics import METRICS
 from bench import cpu_page, pages
 from reports import sources
 
-# The README's table: the record whose texts are as long as what was timed, and where; the one of SQuAD with healed
-# variants, and the one with all mechanisms.
+# The README's tables: the record whose texts are as long as what was timed, and where; those of SQuAD with healed variants, of
+# the same questions, of which the first was timed.
 LONG, LENGTHS = "genres", (512, 2048)
-SQUAD, SQUAD_LENGTH, UNHEALED = "heal-squad", 384, "minilm-squad"
+SQUAD, SQUAD_LENGTH = ("heal-squad", "heal-squad-linear"), 384
 # Columns of the terminal whose output the README shows.
 WIDTH = 136
 # Plans that a search made itself.
@@ -35,12 +36,13 @@ def marked(page: str, name: str, text: str) -> str:
 
 
 def in_readme(page: str, records: Path) -> str:
-    """The README with the output of the quickstart, and its table of quality and speed."""
-    made = {name: sources.opened(records, name) for name in (LONG, SQUAD, UNHEALED, "quickstart")}
+    """The README with the output of the quickstart, and its tables of quality and speed."""
+    made = {name: sources.opened(records, name) for name in (LONG, *SQUAD, "quickstart")}
     shown = made["quickstart"]
     text = f"{printed(shown)}\nFrom {sources.where(shown, 'quickstart', 'reports')}."
     page = marked(page, "quickstart", text)
-    return marked(page, "results", results(made[LONG], made[SQUAD], made[UNHEALED]))
+    text = f"{results_healed({name: made[name] for name in SQUAD})}\n\n{results_unhealed(made[LONG])}"
+    return marked(page, "results", text)
 
 
 def in_healing(page: str, records: Path) -> str:
@@ -88,51 +90,98 @@ def printed(made: Record) -> str:
     return "\n".join(["```text", *(line.rstrip() for line in written.splitlines() if line.strip()), "```"])
 
 
-def results(long: Record, squad: Record, unhealed: Record) -> str:
-    """The README's table: quality and speed at the same lengths, a row for each variant of both records.
+def results_healed(squads: dict[str, Record]) -> str:
+    """The README's table of SQuAD: quality before and after training, and speed, a row for each variant.
+
+    Args:
+        squads: Name -> record of the same questions with healed variants; the first was timed at `SQUAD_LENGTH`.
+    """
+    first = next(iter(squads.values()))
+    base, speed = first.quality[0], _timed(first, SQUAD_LENGTH)
+    rows = [
+        ["attention", "F1 without training", "healed", "kept", f"speed at {SQUAD_LENGTH} tokens"],
+        ["---", "---", "---", "--:", "--:"],
+        ["exact", _in_per_cent(base, base.base.scores), _quality(base, TRAINED), "", _exact(speed)],
+        ["*no attention: the ceiling*", "–", "–", "", _ceiling(speed)],
+    ]
+    for made in squads.values():
+        entry = made.quality[0]
+        if (entry.examples, entry.base.scores) != (base.examples, base.base.scores):
+            raise ApproxError(f"{', '.join(squads)} are not of the same questions. Make them again with the same data.")
+        for variant in made.variants:
+            if variant.name.endswith((HEALED, TRAINED)):
+                continue
+            healed, kept = variant_of(entry.variants, variant.name + HEALED), "–"
+            best = healed or variant_of(entry.variants, variant.name)
+            if best is not None:
+                kept = f"{100 * best.scores[entry.metric] / entry.base.scores[entry.metric]:.1f} %"
+            timed = _timed(made, SQUAD_LENGTH)
+            name = variant.name + HEALED if healed else variant.name
+            quick = "–" if timed is None else _speed(timed, name)
+            rows.append(
+                [
+                    _code(variant.name),
+                    _quality(entry, variant.name),
+                    _quality(entry, variant.name + HEALED),
+                    kept,
+                    quick,
+                ]
+            )
+    tokens = base.tokens
+    assert tokens is not None
+    made = [sources.where(one, name, "reports") for name, one in squads.items()]
+    caption = (
+        f"{base.examples:,} SQuAD questions about six articles, {tokens.median} tokens in the median{_longest(tokens)}. F1 in per "
+        "cent; in brackets the 95 % interval of the difference from exact attention, in points; **bold: no loss** beyond "
+        f"{_margin(base)}. **Healed** is after [minutes of training](docs/healing.md) on 23 other articles, which exact attention "
+        f"got too; *kept* is the share of the exact score, healed where that was done. {_machine(first)} From {'; '.join(made)}."
+    )
+    return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", caption])
+
+
+def results_unhealed(long: Record) -> str:
+    """The README's table of long documents: quality and speed at the same lengths, a row for each variant.
 
     Args:
         long: A record whose texts fill `LENGTHS`, and that was timed at these.
-        squad: A record of SQuAD with healed variants, timed at `SQUAD_LENGTH`.
-        unhealed: A record of the same questions, for variants that were not healed.
     """
     read = {entry.tokens.median: entry for entry in long.quality if entry.tokens}
     columns = [(read[length], _timed(long, length)) for length in LENGTHS]
-    columns.append((squad.quality[0], _timed(squad, SQUAD_LENGTH)))
     heads = [f"documents of {length:,} tokens: accuracy | speed" for length in LENGTHS]
-    heads.append("SQuAD: F1 | healed | speed")
-    rows = [["attention", *heads], ["---", *["---|--:"] * len(LENGTHS), "---|---|--:"]]
-    exact = [f"{_in_per_cent(entry, entry.base.scores)} | {_exact(speed)}" for entry, speed in columns]
-    rows.append(["exact", *exact[:-1], exact[-1].replace(" | ", f" | {_quality(columns[-1][0], TRAINED)} | ")])
-    rows.append(["*no attention: the ceiling*", *(f"– | {_ceiling(speed)}" for _, speed in columns[:-1])])
-    rows[-1].append(f"– | – | {_ceiling(columns[-1][1])}")
-    names = [variant.name for variant in long.variants]
-    names += [variant.name for variant in squad.variants if not variant.name.endswith((HEALED, TRAINED))]
-    for name in dict.fromkeys(names):
-        row = [f"{_quality(entry, name)} | {_speed(speed, name)}" for entry, speed in columns[:-1]]
-        entry, speed = columns[-1]
-        known = entry if any(variant.name == name for variant in entry.variants) else unhealed.quality[0]
-        row.append(f"{_quality(known, name)} | {_quality(entry, name + HEALED)} | {_speed(speed, name + HEALED)}")
-        rows.append([f"`{name.partition(' ')[0]}`{name.partition(' ')[1]}{name.partition(' ')[2]}", *row])
-    machine, entry, tokens = long.environment, read[LENGTHS[-1]], squad.quality[0].tokens
-    (variant, *_), timed = entry.variants, long.speed[0]
-    assert variant.margin is not None
-    assert tokens is not None
+    rows = [["attention", *heads], ["---", *["---|--:"] * len(LENGTHS)]]
+    rows.append(["exact", *(f"{_in_per_cent(entry, entry.base.scores)} | {_exact(speed)}" for entry, speed in columns)])
+    rows.append(["*no attention: the ceiling*", *(f"– | {_ceiling(speed)}" for _, speed in columns)])
+    for variant in long.variants:
+        cells = [f"{_quality(entry, variant.name)} | {_speed(speed, variant.name)}" for entry, speed in columns]
+        rows.append([_code(variant.name), *cells])
+    entry = read[LENGTHS[-1]]
     caption = (
-        "Scores in per cent; in brackets the 95 % interval of the difference from exact attention, in points; **bold: no loss** "
-        f"beyond {100 * variant.margin:.0f} point. Speed: time of the best exact attention of the machine divided "
-        f"by that of the row; {timed.dtype}, batch {timed.batch}, {machine['processor']}, "
-        f"{machine['threads']} threads, torch {machine['torch']}; bold is faster beyond the noise. Documents: {entry.examples} texts "
-        "of the Brown corpus, cut to that length; a small model trained for minutes, mostly on shorter texts, so compare within a column. "
-        f"{_of_chance(long)}SQuAD: {squad.quality[0].examples:,} questions of {tokens.median} tokens in the median{_longest(tokens)}; "
-        f"timed at {SQUAD_LENGTH}; **healed** is after [minutes of training](docs/healing.md) on other articles, which exact "
-        "attention got too. Every mechanism at the defaults of its version, unless its settings are named. From "
-        + "; ".join(
-            sources.where(made, name, "reports") for made, name in ((long, LONG), (squad, SQUAD), (unhealed, UNHEALED))
-        )
-        + "."
+        f"{entry.examples} texts of the Brown corpus, cut to that length, without training; accuracy in per cent. The model was "
+        "trained for minutes, mostly on shorter texts, so compare within a column. "
+        f"{_of_chance(long)}{_machine(long)} From {sources.where(long, LONG, 'reports')}."
     )
     return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", caption])
+
+
+def _code(name: str) -> str:
+    """A variant whose mechanism is set in code."""
+    mechanism, space, more = name.partition(" ")
+    return f"`{mechanism.rstrip(',')}`{mechanism[len(mechanism.rstrip(',')) :]}{space}{more}"
+
+
+def _margin(entry: Quality) -> str:
+    margin = entry.variants[0].margin
+    assert margin is not None
+    return f"{100 * margin:.0f} point"
+
+
+def _machine(made: Record) -> str:
+    """What speed means, and where it was measured."""
+    timed, machine = made.speed[0], made.environment
+    return (
+        "Speed: time of the best exact attention of the machine divided by that of the row, bold where faster beyond the noise; "
+        f"{timed.dtype}, batch {timed.batch}, {machine['processor']}, {machine['threads']} threads, torch {machine['torch']}."
+    )
 
 
 def _longest(tokens: Tokens) -> str:

@@ -383,6 +383,12 @@ class Training(_Step):
     kept_exact: KeptExact | None = None
     options: dict[str, Any]
 
+    @property
+    def moved_weights(self) -> bool:
+        """Whether it changed the checkpoint's own weights, not only its mechanisms."""
+        moved = set(self.recover) != {"transfer"} or bool(self.options.get("projections"))
+        return bool(self.steps) and self.helped is not False and moved
+
 
 Step = Annotated[Conversion | Training, Field(discriminator="action")]
 

@@ -815,7 +815,8 @@ def revert(name: str | Path, out: Path, *, force: bool = False) -> None:
     refuse_overlap(opened.source.folder, out)
     if not opened.source.converted:
         raise ApproxError(f"{name} is not a converted checkpoint, so there is nothing to revert.", Exit.REFUSED)
-    if (trained := trainings(opened.model.config.approx)) and not force:
+    trained = [step for step in trainings(opened.model.config.approx) if step.moved_weights]
+    if trained and not force:
         raise ApproxError(
             f"The weights of {name} were trained after its conversion "
             f"({', '.join(','.join(one.recover) for one in trained)}), so they are not those of its base. Write them "

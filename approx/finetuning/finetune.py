@@ -330,6 +330,8 @@ def _fit_briefly(
 _PASSES_OF_A_STEP = 3
 # Fewer examples choose no step.
 _FEWEST_VALIDATED = 16
+# Where a tenth of the time is not enough for all held-out examples, so many of them, and so many validations if that is possible.
+_ENOUGH, _USUAL_VALIDATIONS = 100, 5
 # Examples whose validation is timed.
 _TIMED = 8
 
@@ -341,8 +343,9 @@ def _with_validations(prepared: Preparation, model: Any) -> Preparation:
     """
     phases, inputs = [], _inputs_of_an_example(prepared)
     passes = {phase.mode: VALIDATING * _PASSES_OF_A_STEP * phase.steps * phase.batch_size for phase in prepared.phases}
-    # Before the first step and after the last.
-    prepared = prepared.validating(int(min(passes.values()) / 2 / inputs), model)
+    affordable = min(passes.values()) / inputs
+    # Before the first step, after the last and a few times between; fewer examples would be too few even for that.
+    prepared = prepared.validating(int(min(max(affordable / _USUAL_VALIDATIONS, _ENOUGH), affordable / 2)), model)
     for phase in prepared.phases:
         affordable = int(passes[phase.mode] / inputs / len(prepared.data.validated.examples)) - 1
         usual = math.ceil(phase.steps / min(max(affordable, 1), MOST_VALIDATIONS))

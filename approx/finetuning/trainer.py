@@ -252,10 +252,7 @@ def retrained(record: Mapping[str, Any]) -> bool:
     Args:
         record: The field `approx` of its config.
     """
-    return any(
-        step.steps and (set(step.recover) != {"transfer"} or step.options.get("projections"))
-        for step in trainings(record)
-    )
+    return any(step.moved_weights for step in trainings(record))
 
 
 _TARGETS = ("labels", "start_positions", "end_positions")

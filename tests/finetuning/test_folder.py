@@ -110,13 +110,21 @@ def test_healed_folder_loads_like_any_other_and_records_its_training(study, tmp_
 
 
 def test_trained_weights_are_reverted_only_by_force(study, tmp_path):
-    finetune_folder(study / "converted", tmp_path / "healed", options_of(study, recover=["task"]))
+    assert finetune_folder(study / "converted", tmp_path / "healed", options_of(study, recover=["task"], steps=40)).helped
     with pytest.raises(ApproxError, match="trained after its conversion") as caught:
         revert(tmp_path / "healed", tmp_path / "base")
     assert caught.value.exit_code == Exit.REFUSED
     assert not (tmp_path / "base").exists()
     revert(tmp_path / "healed", tmp_path / "base", force=True)
     assert not checkpoint.load(tmp_path / "base").source.converted
+
+
+def test_a_folder_whose_mechanisms_alone_were_trained_reverts_to_its_base(study, tmp_path):
+    finetune_folder(study / "converted", tmp_path / "healed", options_of(study, recover=["transfer"]))
+    revert(tmp_path / "healed", tmp_path / "base")
+    found, base = (checkpoint.load(folder).model.state_dict() for folder in (tmp_path / "base", study / "base"))
+    assert found.keys() == base.keys()
+    assert all(torch.equal(found[name], base[name]) for name in base)
 
 
 def test_an_exact_checkpoint_is_trained_into_a_plain_folder(study, tmp_path):

@@ -263,6 +263,9 @@ class _Kind:
 # What keeps a layer from being converted, as the object of "has".
 _RESTRICTED = "its own mask (chunks, or one that the model builds itself)"
 _BIASED = "its own mask or bias on the scores (as relative positions have, or the shifted windows of a Swin model)"
+# A state that one layer decodes from has no keys for the others.
+_SHARED = "keys that it shares with other layers"
+_UNANNOUNCED = "another form of mask than its module announces"
 _PECULIAR = {
     "softcap": "soft-capped scores",
     "s_aux": "attention sinks with learned scores",
@@ -313,10 +316,14 @@ class _Observer:
         self.begun: list[int] = []
         # Masks that the model asked for and that mechanisms cannot take, with the sizes of their windows.
         self.masks: list[tuple[Tensor, int | None]] = []
+        # The keys of each call, to find those that several layers share.
+        self.keys: list[weakref.ref[Tensor]] = []
+        # Config -> whether the plain masks of its models are causal.
+        self.forms: dict[int, set[bool]] = {}
 
     def run(self, model: Any, inputs: dict[str, Tensor]) -> None:
         """Observe one forward pass, and discard earlier observations."""
-        self.calls, self.begun, self.masks, self.memory = [], [], [], Held()
+        self.calls, self.begun, self.masks, self.keys, self.memory = [], [], [], [], Held()
         with torch.no_grad(), self.memory:
             model(**inputs)
         if self.memory.draws:
@@ -341,6 +348,12 @@ class _Observer:
         if attention_mask is not None:
             window = next((size for mask, size in self.masks if mask is attention_mask), None)
             kept = _BIASED if attention_mask.is_floating_point() else _RESTRICTED
+        elif self.forms.get(id(getattr(module, "config", None))) == {not is_causal(module, kwargs)}:
+            kept = _UNANNOUNCED
+        if (owner := next((number for number, one in enumerate(self.keys) if one() is key), None)) is not None:
+            kept = _SHARED
+            self.calls[owner] = self.calls[owner]._replace(kept=_SHARED)
+        self.keys.append(weakref.ref(key))
         self.calls.append(_Call(module, query.shape, key.shape, scaling, kwargs, window, kept))
         self.begun.append(self.memory.now + query.numel() * query.element_size())
         return values_only(module, query, key, value)
@@ -357,6 +370,7 @@ class _Observer:
         **kwargs: Any,
     ) -> Tensor | None:
         if mask_function in (causal_mask_function, bidirectional_mask_function):
+            self.forms.setdefault(id(config), set()).add(mask_function is causal_mask_function)
             return None
         # Chunks have a size too, under another name in the config.
         window = local_size if local_size == getattr(config, "sliding_window", None) else None
@@ -390,8 +404,10 @@ def anatomy(config: Any, model_class: type) -> Anatomy:
 
 
 def _parts(config: Any) -> list[str]:
-    """Names of the configs of its own that a model's parts have."""
-    return [name for name in config.sub_configs if getattr(config, name, None) is not None]
+    """Names of the configs of its own that a model's parts have; other settings may be grouped in configs too."""
+    return [
+        name for name in config.sub_configs if getattr(getattr(config, name, None), "model_type", "") in CONFIG_MAPPING
+    ]
 
 
 def _of_several(config: Any, model_class: type) -> ApproxError:
@@ -595,6 +611,12 @@ def _sites(model: Any, pairs: list[list[_Call]]) -> tuple[Site, ...]:
                 Exit.UNSUPPORTED,
             )
         causal = is_causal(module, kwargs)
+        if call.kept is _UNANNOUNCED:
+            raise ApproxError(
+                f"The attention of {name} has {'no' if causal else 'a'} causal mask, although its module {paths[module]} is "
+                f"{'' if causal else 'not '}marked as causal, so its form is not certain. It cannot be converted.",
+                Exit.UNSUPPORTED,
+            )
         window = call.window or kwargs.get("sliding_window")
         reasons = [_PECULIAR[key] for key in OWN_KEYWORDS if key in passed]
         if window is not None:

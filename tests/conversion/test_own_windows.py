@@ -92,6 +92,17 @@ def test_a_mechanism_next_to_a_sliding_cache_decodes_as_without_a_cache(mechanis
     assert_same(generated(model, inputs, num_beams=3), generated(model, inputs, num_beams=3, use_cache=False))
 
 
+def test_layers_that_share_keys_stay_since_a_state_has_none_for_the_others():
+    model = decoder("Gemma3nForCausalLM")
+    facts = anatomy(model.config, type(model))
+    assert [site.layer for site in facts.convertible] == [1]
+    assert {site.kept for site in facts.sites if site.layer in (3, 5)} == {"keys that it shares with other layers"}
+    inputs = prompts(model)
+    before = generated(model, inputs)
+    surgery.exchange(model, exact_plan(model, "sinks") or Plan.of("full"))
+    assert_same(generated(model, inputs), before)
+
+
 def test_a_sliding_layer_named_by_its_number_is_refused_with_the_reason():
     model = made("Gemma3ForCausalLM")
     for layers in ("1", "0-2", "-2"):

@@ -56,9 +56,9 @@ def refused(code, *words):
     ],
 )
 def test_families_that_cannot_be_converted_are_refused_with_the_reason(architecture, changes, words):
-    config = getattr(transformers, architecture.replace("Model", "Config"))(**{**_SMALL, **changes})
+    kind = getattr(transformers, architecture)
     with refused(Exit.UNSUPPORTED, architecture, *words):
-        anatomy(config, getattr(transformers, architecture))
+        anatomy(kind.config_class(**{**_SMALL, **changes}), kind)
 
 
 def test_a_model_made_of_two_is_refused_alike_before_its_weights_are_read(tmp_path):

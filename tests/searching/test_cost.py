@@ -146,3 +146,13 @@ def test_a_candidate_without_memory_cannot_be_chosen_and_a_base_without_it_ends_
     with pytest.raises(ApproxError, match="ran out of memory at 20 tokens") as caught:
         measured(base, facts, length=20)
     assert caught.value.exit_code == Exit.MISSING
+
+
+def test_layers_with_windows_of_their_own_stay_exact(clock):
+    model = tiny("ModernBertForSequenceClassification")
+    base, facts = in_memory(model, tiny_tokenizer()), anatomy(model.config, type(model))
+    found = measured(base, facts, CANDIDATES[:1])
+    assert found.saved[:, 0].tolist() == [-3.0, np.inf, -3.0]
+    composer = Composer(base, facts)
+    assert [choice.name for choice in composer.everywhere(CANDIDATES[0])] == ["local 1", "exact", "local 1"]
+    assert [rule.layers for rule in composer.plan(composer.everywhere(CANDIDATES[0])).rules] == ["0,2"]

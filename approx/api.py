@@ -248,6 +248,11 @@ def evaluate(
             f"Several seeds need a converted checkpoint, but {opened[BASE].source.name} is not converted. Leave out "
             "--seeds."
         )
+    if stage.ablate and len(opened) == 1:
+        raise ApproxError(
+            f"Only a converted checkpoint has estimates to switch off, but {opened[BASE].source.name} is not converted. "
+            "Leave out --ablate."
+        )
     opened, extended = with_extended_base(opened) if extend_base else (opened, None)
     # A loaded model may differ in more than its weights and config, so its outputs have no key.
     fresh = fresh or not isinstance(model, str) or not isinstance(against, str | None)

@@ -41,8 +41,8 @@ def quality_table(entry: Quality) -> Table:
         verdict = row["verdict"] + (f" (needs {row['needed']})" if row["needed"] else "")
         about = [row["margin"], verdict, row["approximated"].partition(",")[0], row["p_adjusted"] or ""]
         rows.append([row["name"], row["score"], *row["others"], row["difference"], row["interval"], *about])
-        if drawn := row["seeds"]:
-            rows.append([drawn["name"], drawn["score"], *blank, drawn["difference"], drawn["text"], "", "", "", ""])
+        for more in row["more"]:
+            rows.append([more["name"], more["score"], *blank, more["difference"], "", "", more["text"], "", ""])
     after = ["difference", made["confidence"], "margin", "verdict", "approximated", "p (Holm)"]
     return table(
         ["", *(name.replace("_", " ") for name in (made["metric"], *others)), *after],

@@ -2,7 +2,8 @@
 
 import copy
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +14,7 @@ from approx.checkpoints.history import Receipt, Swapped
 from approx.conversion.calibration import calibrate, mechanisms
 from approx.errors import ApproxError, Exit
 from approx.mechanisms.clustered import ClusteredAttention
+from approx.mechanisms.exact_keys import without_estimate
 from approx.mechanisms.mechanism import BY_CONTENT, MECHANISMS, Mechanism
 from approx.planning import positions
 from approx.planning.anatomy import anatomy
@@ -237,6 +239,54 @@ def use_exact_attention(model: Any) -> None:
     if families.is_converted(model):
         model.config.approx["base"]["positions"] = None
     revert(model)
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """The estimates of a model's mechanisms that can be switched off, see `exact_keys.without_estimate`.
+
+    Attributes:
+        part: What they are called: `linear part`, or `estimated part` where mechanisms differ.
+        layers: Numbers of the layers that have one beside exact keys.
+        why: Why there is none; empty otherwise.
+    """
+
+    part: str
+    layers: list[int]
+    why: str
+
+
+def estimates(model: Any) -> Estimates:
+    """Find the estimates of a model, converted or not, that `without_estimates` switches off."""
+    if not families.is_converted(model):
+        return Estimates("estimated part", [], "the model is not converted")
+    found = {path: site["layer"] for path, site in model.config.approx["sites"].items() if _alone(model, path)}
+    estimating = [one for one in mechanisms(model) if one.estimate is not None]
+    parts = {one.estimate for one in estimating if without_estimate(one) is not None}
+    part = parts.pop() if len(parts) == 1 else None
+    lacking = "its mechanisms have no exact key besides what they estimate, so nothing would be left"
+    why = "" if found else lacking if estimating else "its mechanisms weigh or skip each key and estimate none"
+    return Estimates(part or "estimated part", sorted(found.values()), why)
+
+
+@contextmanager
+def without_estimates(model: Any) -> Iterator[None]:
+    """Switch off the estimates of a converted model: where a layer has one, only its exact keys are left."""
+    whole: dict[Any, Mechanism] = {}
+    try:
+        for path in model.config.approx["sites"]:
+            if alone := _alone(model, path):
+                module = model.base_model.get_submodule(path)
+                whole[module] = module.mechanism
+                module.mechanism = alone.train(module.training)
+        yield
+    finally:
+        for module, mechanism in whole.items():
+            module.mechanism = mechanism
+
+
+def _alone(model: Any, path: str) -> Mechanism | None:
+    return without_estimate(model.base_model.get_submodule(path).mechanism)
 
 
 def _own_configs(model: Any) -> None:

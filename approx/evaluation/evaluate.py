@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from approx.errors import ApproxError, Exit
 from approx.evaluation.inputs import Prepared, Subject, coverage, prepare
 from approx.evaluation.options import EvaluateOptions
-from approx.evaluation.quality import compare, label_order, over_seeds
+from approx.evaluation.quality import ablated, compare, label_order, over_seeds
 from approx.evaluation.record import Quality, Rows, Tokens, write_outputs
 from approx.evaluation.timing import OK, Runner, is_out_of_memory, repeats_for, timed
 from approx.tasks.metrics import METRICS
@@ -307,7 +307,8 @@ def evaluate(
     )
     examples, rows = loaded.examples, len(prepared.encodings)
     others = [subject for subject in models[1:] if subject.reseeded]
-    total = rows * (len(models) + len(others) * (options.seeds - 1))
+    cut = [subject for subject in models[1:] if subject.ablation and subject.ablation.layers]
+    total = rows * (len(models) + len(others) * (options.seeds - 1) + len(cut))
     turn = numbers()
 
     def predicted(subject: Subject) -> list[Any]:
@@ -328,16 +329,26 @@ def evaluate(
         )
 
     predictions = {subject.name: predicted(subject) for subject in models}
+    without: dict[str, list[Any]] = {}
+    for subject in cut:
+        assert subject.ablation is not None
+        with subject.ablation.off() as other:
+            without[subject.name] = predicted(other)
     labels = [example.label for example in examples]
     covered = {subject.name: one for subject in models if (one := coverage(subject, task, prepared)) is not None}
     if outputs is not None and leads():
         columns = {"id": [example.id for example in examples], "label": labels, "tokens": prepared.lengths}
         columns |= {f"prediction/{name}": values for name, values in predictions.items()}
+        columns |= {f"prediction without estimates/{name}": values for name, values in without.items()}
         columns |= {f"approximated/{name}": one.examples for name, one in covered.items()}
         write_outputs(outputs, columns)
     metric = METRICS[task.metrics[0]]
     margin = metric.acceptable(options.margin, metric.value(predictions[models[0].name], labels))
     compared = compare(task, examples, prepared.lengths, predictions, margin=margin, seed=seed, covered=covered)
+    for subject, variant in zip(models[1:], compared.variants, strict=True):
+        if subject.ablation is not None:
+            both = predictions[subject.name], without.get(subject.name)
+            variant.ablated = ablated(task, examples, subject.ablation, variant, *both, seed=seed)
     if options.seeds > 1:
         for subject, variant in zip(models[1:], compared.variants, strict=True):
             scores = []

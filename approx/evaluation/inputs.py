@@ -25,6 +25,23 @@ _TOKENS_A_BATCH = 16_384
 
 
 @dataclass(frozen=True)
+class Ablation:
+    """The estimates of a model's attention, which may be switched off so that only its exact keys are left.
+
+    Args:
+        part: What they are called: `linear part`, `estimated part`.
+        layers: Numbers of the layers that have one beside exact keys; empty if there is nothing to switch off.
+        off: Context manager that yields the model with them switched off.
+        why: Why there is nothing to switch off; empty if there is.
+    """
+
+    part: str
+    layers: list[int]
+    off: Callable[[], AbstractContextManager[Subject]]
+    why: str = ""
+
+
+@dataclass(frozen=True)
 class Subject:
     """A model with a task head, and its tokenizer or feature extractor.
 
@@ -36,6 +53,7 @@ class Subject:
             stored.
         reseeded: Context manager that yields the model with every seed raised by a number; None if nothing in it is
             random.
+        ablation: Its estimates, which may be switched off; None if nobody asked for that.
         approximates: (positions of an input, positions of the longest input of its batch) -> whether attention is
             approximated; None for a model that is not converted.
         approximated_pairs: The same -> the share of the pairs of tokens whose weight is not exact.
@@ -46,6 +64,7 @@ class Subject:
     processor: Any
     identity: str | None = None
     reseeded: Callable[[int], AbstractContextManager[Subject]] | None = None
+    ablation: Ablation | None = None
     approximates: Callable[[int, int], bool] | None = None
     approximated_pairs: Callable[[int, int], float] | None = None
 

@@ -31,6 +31,8 @@ class EvaluateOptions(Model):
         truncate: Truncate inputs longer than the position table, and count them.
         seeds: Score this many random seeds of the mechanisms, the checkpoint's own first, and report how the scores
             vary.
+        ablate: Score each converted model once more with its estimates switched off, so that only its exact keys (window,
+            first and global tokens) are left, and say what the estimates add.
     """
 
     split: str | None = None
@@ -42,6 +44,7 @@ class EvaluateOptions(Model):
     max_length: Count | None = None
     truncate: bool = False
     seeds: Count = 1
+    ablate: bool = False
 
     @property
     def inputs_per_batch(self) -> int | None:

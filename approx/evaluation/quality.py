@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
-from approx.evaluation.inputs import Coverage
-from approx.evaluation.record import BaseQuality, Quality, QualityVariant, Record, Seeds, Slice
+from approx.evaluation.inputs import Ablation, Coverage
+from approx.evaluation.record import AT_CHANCE, Ablated, BaseQuality, Quality, QualityVariant, Record, Seeds, Slice
 from approx.evaluation.statistics import (
     Comparison,
     Interval,
@@ -25,6 +25,7 @@ from approx.evaluation.statistics import (
     design_effect,
     holm,
     score_interval,
+    use_of,
     verdict,
 )
 from approx.tasks.classification import ONE, SequenceClassification
@@ -148,6 +149,50 @@ def compare(
             at_chance=at_chance,
         ),
         variants=variants,
+    )
+
+
+def ablated(
+    task: Task,
+    examples: Sequence[Example],
+    ablation: Ablation,
+    variant: QualityVariant,
+    whole: list[Any],
+    without: list[Any] | None,
+    *,
+    seed: int,
+) -> Ablated:
+    """What the estimates of a variant add to its score, or why that cannot be said.
+
+    The interval is of what these examples show; changes too rare to show, which `compare` counts, are not, since a part that
+    no example needs is not used.
+
+    Args:
+        task: The task; its first metric is compared.
+        examples: The examples, in the order of the predictions.
+        ablation: What was switched off.
+        variant: The entry of the variant.
+        whole: Predictions of the variant.
+        without: Predictions with the estimates switched off; None if there is nothing to switch off.
+        seed: Seed of the bootstrap.
+    """
+    part, layers = ablation.part, ablation.layers
+    if without is None:
+        return Ablated(part=part, layers=layers, scores={}, verdict=f"nothing to switch off: {ablation.why}")
+    labels, groups, metric = [example.label for example in examples], groups_of(examples), METRICS[task.metrics[0]]
+    off, on = (_Scored(metric, metric.evidence(values, labels), None, (0.0, 0.0)) for values in (without, whole))
+    comparison = off.compared_with(on, groups, 1.0, seed)
+    judged = use_of(part, comparison.interval, variant.margin or 0.0)
+    if variant.verdict == AT_CHANCE or variant.verdict.startswith("not tested"):
+        judged = variant.verdict
+    sign = -1 if metric.lower_is_better else 1
+    return Ablated(
+        part=part,
+        layers=layers,
+        scores=task.score(without, labels),
+        difference=sign * comparison.difference,
+        interval=None if comparison.interval is None else sorted(sign * end for end in comparison.interval),
+        verdict=judged,
     )
 
 

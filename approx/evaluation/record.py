@@ -509,6 +509,26 @@ class Slice(Written):
         return cls(**{"from": start, "to": to, **more})
 
 
+class Ablated(Written):
+    """A variant with the estimates of its mechanisms switched off, so that only their exact keys are left.
+
+    Attributes:
+        part: What was switched off: `linear part` or `estimated part`.
+        layers: Numbers of the layers in which it was; empty if there is nothing to switch off.
+        scores: Metric -> score without it; empty if there is nothing to switch off.
+        difference: Score of the variant minus the score without it; null if there is nothing to switch off.
+        interval: Interval of the difference; null for a single example or group, or if nothing was switched off.
+        verdict: Whether the part is used, in words; see `approx.evaluation.statistics.use_of`.
+    """
+
+    part: str
+    layers: list[int]
+    scores: Scores
+    difference: float | None = None
+    interval: Interval | None = None
+    verdict: str
+
+
 class QualityVariant(Written):
     """One variant on one task.
 
@@ -526,6 +546,7 @@ class QualityVariant(Written):
         approximated: Inputs with attention approximated; null for a model that is not converted.
         slices: Scores by length.
         seeds: Scores over seeds; null if only one was scored.
+        ablated: Scores with its estimates switched off; null if nobody asked for them.
         at_chance: Whether the interval of its own score reaches the chance level.
         p_adjusted: p_value, Holm-adjusted over the tasks of the variant, or of its plan in a report of several records;
             null for a single task.
@@ -546,6 +567,7 @@ class QualityVariant(Written):
     approximated: Approximated | None = None
     slices: list[Slice] = Field(default_factory=list)
     seeds: Seeds | None = None
+    ablated: Ablated | None = None
     at_chance: bool = False
     p_adjusted: float | None = None
     rare: float | None = None

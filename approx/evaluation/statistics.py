@@ -362,6 +362,29 @@ def verdict(
     return "inconclusive", _needed(examples, math.sqrt(max(half**2 - rare**2, 0.0)), rare, distance)
 
 
+def use_of(part: str, interval: Interval | None, margin: float) -> str:
+    """What switching a part of a model off shows.
+
+    Args:
+        part: What the part is called: `linear part`.
+        interval: Interval of the score with the part minus that without it, oriented so that a gain is positive; None for
+            a single example or group.
+        margin: The smallest difference that counts, in the units of the score.
+
+    Returns:
+        `the linear part is unused`: the interval includes 0 and lies within the margin on either side. `helps`: it lies above 0,
+        and `helps by less than the margin` if it does not reach the margin; `harms` likewise below 0. `no effect of the linear
+        part shows`: it includes 0 and reaches the margin, or there is none.
+    """
+    if interval is None:
+        return f"no effect of the {part} shows"
+    low, high = interval
+    within = max(-low, high) <= margin
+    if low <= 0 <= high:
+        return f"the {part} is unused" if within else f"no effect of the {part} shows"
+    return f"the {part} {'helps' if low > 0 else 'harms'}{' by less than the margin' if within else ''}"
+
+
 def _needed(examples: int, noise: float, rare: float, distance: float) -> int | None:
     """Examples whose interval reaches no further than `distance` with a probability of 80 %."""
     noise *= 1 + _quantile(2 * POWER - 1) / _quantile(CONFIDENCE)

@@ -27,6 +27,7 @@ from approx.errors import ApproxError, Exit
 from approx.evaluation import record
 from approx.evaluation.bench import Contender, bench, crossover
 from approx.evaluation.evaluate import Subject, default_folder, evaluate, fingerprint
+from approx.evaluation.inputs import Ablation
 from approx.evaluation.options import BASE, CEILING, CHOICES, BenchStage, EvaluateStage
 from approx.evaluation.quality import over_tasks
 from approx.evaluation.record import Layer, Quality, RecipeText, Record, Speed, Trained, Variant
@@ -192,6 +193,24 @@ def reseeding(opened: Checkpoint, subject: Subject) -> Callable[[int], AbstractC
                 mechanism.load_state_dict(state)
 
     return reseeded
+
+
+def ablation(opened: Checkpoint, subject: Subject) -> Ablation:
+    """What can be switched off in a checkpoint: the estimates beside exact keys, see `surgery.estimates`.
+
+    Args:
+        opened: The checkpoint.
+        subject: The checkpoint as a subject of an evaluation.
+    """
+    found = surgery.estimates(opened.model)
+
+    @contextmanager
+    def off() -> Iterator[Subject]:
+        known = None if subject.identity is None else fingerprint(subject.identity, "without estimates")
+        with surgery.without_estimates(opened.model):
+            yield replace(subject, name=f"{subject.name} without its {found.part}", identity=known, ablation=None)
+
+    return Ablation(found.part, found.layers, off, found.why)
 
 
 _COMPANIONS = (".json", ".txt", ".model")
@@ -370,7 +389,8 @@ def measure_quality(
     for label, one in opened.items():
         subject = subject_of(label, one, checkpoint.processor(one.source), fast_products=stage.fast_products)
         reseeded = reseeding(one, subject) if stage.seeds > 1 and label != BASE else None
-        subjects[label] = dataclasses.replace(subject, reseeded=reseeded)
+        cut = ablation(one, subject) if stage.ablate and label != BASE else None
+        subjects[label] = dataclasses.replace(subject, reseeded=reseeded, ablation=cut)
     task = task_of(stage)
     with products_for([one.model for one in opened.values()], stage.fast_products):
         entry = evaluate(

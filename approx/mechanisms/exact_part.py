@@ -1,7 +1,7 @@
 """The keys that a cheap mechanism attends to exactly: a window, the first tokens, and tokens chosen by position or content."""
 
 import itertools
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -44,6 +44,8 @@ class ExactPart(Mechanism, abstract=True):
     Raises:
         ApproxError: if a setting is wrong.
     """
+
+    estimate: ClassVar[str | None] = "estimated part"
 
     # Logarithms of the factors of heads' far parts; where `joins` keeps them.
     far_weight: Tensor

@@ -78,6 +78,7 @@ class LinearAttention(ExactPart):
     supports_decode: ClassVar[bool] = True
     decode_state: ClassVar[Literal["cache", "ring", "recurrent"]] = "recurrent"
     trainable: ClassVar[bool] = True
+    estimate: ClassVar[str | None] = "linear part"
     runs_c: ClassVar[bool] = True
     earlier: ClassVar[dict[str, Any]] = {
         "sinks": 0,

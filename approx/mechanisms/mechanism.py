@@ -52,6 +52,9 @@ class Mechanism(nn.Module):
     padding: ClassVar[str] = "any"
     # `exact` if everything is differentiated; `through weights, not choices` if the choice of keys or clusters is not.
     gradient: ClassVar[str] = "exact"
+    # What its estimate for the keys that it does not weigh exactly is called; None if it weighs or skips each key. Where some
+    # keys are exact, `exact_keys.without_estimate` switches it off.
+    estimate: ClassVar[str | None] = None
     # Whether it is exact attention with any settings on any input.
     always_exact: ClassVar[bool] = False
     # Whether it computes or sorts all pairs, so that it saves nothing.

@@ -34,7 +34,7 @@ def quality_table(task: Quality) -> dict[str, Any]:
             "needed": wording.needed(entry, task),
             "tone": wording.tone(entry),
             "approximated": wording.approximated(entry, task),
-            "seeds": _over_seeds(entry, task),
+            "more": [row for row in (_ablated(entry, task), _over_seeds(entry, task)) if row],
         }
         for entry in task.variants
     ]
@@ -244,6 +244,21 @@ def _slices(task: Quality) -> list[dict[str, str]]:
         for entry in task.variants
         for part in entry.slices
     ]
+
+
+def _ablated(entry: QualityVariant, task: Quality) -> dict[str, str] | None:
+    """A row for the score with the estimates switched off; None if nobody asked for it."""
+    cut = entry.ablated
+    if cut is None:
+        return None
+    score = cut.scores.get(task.metric)
+    apart = None if score is None else (score - task.base.scores[task.metric]) * wording.scale(task)
+    return {
+        "name": f"{entry.name}, {cut.part} off",
+        "score": wording.score(score, task),
+        "difference": wording.signed(apart, 2 if task.fraction else 3),
+        "text": wording.use(cut, task),
+    }
 
 
 def _over_seeds(entry: QualityVariant, task: Quality) -> dict[str, str] | None:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from approx.evaluation.record import AT_CHANCE, Quality, QualityVariant, Speed, Timing
+from approx.evaluation.record import AT_CHANCE, Ablated, Quality, QualityVariant, Speed, Timing
 
 MINUS = "−"
 NOTHING = "–"
@@ -268,6 +268,15 @@ def verdict(entry: QualityVariant, task: Quality) -> str:
         "loss beyond margin": f"a loss beyond the margin of {allowed}",
     }
     return meaning[entry.verdict]
+
+
+def use(cut: Ablated, task: Quality) -> str:
+    """Say what the estimates of a variant add: the linear part helps; with it +1.20 points of accuracy (0.40 to 2.00)."""
+    if cut.difference is None or cut.interval is None:
+        return cut.verdict
+    digits = 2 if task.fraction else 3
+    change, ends = signed(cut.difference * scale(task), digits), between(cut.interval, digits, scale(task))
+    return f"{cut.verdict}; with it {change} {units(task)} ({ends})"
 
 
 def duration(seconds: float) -> str:

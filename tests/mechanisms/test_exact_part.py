@@ -6,9 +6,16 @@ import pytest
 import torch
 
 from approx.errors import ApproxError
+from approx.mechanisms import MECHANISMS
+from approx.mechanisms.clustered import ClusteredAttention
+from approx.mechanisms.exact_keys import ExactKeys, without_estimate
 from approx.mechanisms.linear import LinearAttention
+from approx.mechanisms.local import LocalAttention
+from approx.mechanisms.lsh import LshAttention
+from approx.mechanisms.mechanism import HeadGroups
 from approx.mechanisms.performer import PerformerAttention
 from approx_kernels.ops.exact.api import exact_attention
+from typed import known
 
 KINDS = (LinearAttention, PerformerAttention)
 SEPARATOR = 9
@@ -214,3 +221,76 @@ def test_learned_share_stays_within_its_limits():
     assert mechanism.share.tolist() == pytest.approx([0.0, 0.2, 0.9, 0.9])
     redrawn = made(PerformerAttention, redraw_every=2)
     assert "projection" not in dict(redrawn.named_parameters())
+
+
+ESTIMATED = [
+    (LinearAttention, {}),
+    (LinearAttention, {"gate": False}),
+    (PerformerAttention, {}),
+    (ClusteredAttention, {"clusters": 5}),
+    (LshAttention, {"rounds": 2, "cluster": 6}),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings"), ESTIMATED, ids=lambda one: getattr(one, "__name__", str(one)))
+@torch.no_grad()
+def test_without_its_estimate_a_mechanism_is_local_attention(kind, settings):
+    q, k, v, _ = peaked()
+    for causal in (False, True):
+        mechanism = made(kind, causal=causal, window=8, sinks=0, **settings)
+        alone = known(without_estimate(mechanism))
+        window = {"left": 7, "right": 0} if causal else {"left": 8, "right": 8}
+        local = made(LocalAttention, causal=causal, **window)
+        torch.testing.assert_close(alone(q, k, v), local(q, k, v), rtol=0, atol=2e-6)
+        assert (mechanism(q, k, v) - local(q, k, v)).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("changed", [*FORGETFUL, {"window": 0, "sinks": 5}, {"window": 8, "sinks": 5}], ids=str)
+@over_kinds
+@torch.no_grad()
+def test_without_its_estimate_a_mechanism_keeps_its_exact_keys(kind, changed):
+    if kind is PerformerAttention and changed in FORGETFUL:
+        changed = {"window": 20}
+    q, k, v, mask = peaked()
+    mechanism = made(kind, causal=True, **changed)
+    alone = known(without_estimate(mechanism))
+    real = mask[:, None, :, None]
+    torch.testing.assert_close(alone(q, k, v, mask) * real, without_estimates(mechanism)(q, k, v, mask) * real)
+    # Decoded token by token, from a bounded state, the same.
+    out, state = alone.decode(q[:, :, :100], k[:, :, :100], v[:, :, :100], mask[:, :100])
+    steps = [out]
+    for place in range(100, 150):
+        one = slice(place, place + 1)
+        out, state = alone.decode(q[:, :, one], k[:, :, one], v[:, :, one], mask[:, one], state)
+        steps.append(out)
+    torch.testing.assert_close(torch.cat(steps, 2) * real, alone(q, k, v, mask) * real)
+    assert sum(x.untyped_storage().nbytes() for x in state.values()) < 2 * 150 * 4 * 16 * 4 * 2
+
+
+@torch.no_grad()
+def test_global_tokens_stay_without_an_estimate():
+    q, k, v, mask = peaked()
+    ids = torch.full((2, 150), 1)
+    ids[:, 55] = SEPARATOR
+    mechanism = made(LinearAttention, window=8, global_tokens="question", separator=SEPARATOR)
+    alone = known(without_estimate(mechanism))
+    assert alone.reads_tokens
+    expected = without_estimates(mechanism)(q, k, v, mask, tokens=ids)
+    real = mask[:, None, :, None]
+    torch.testing.assert_close(alone(q, k, v, mask, tokens=ids) * real, expected * real)
+
+
+def test_only_an_estimate_beside_exact_keys_can_be_switched_off():
+    for name, kind in MECHANISMS.items():
+        mechanism = kind(4, 16, causal=kind.supports_causal, scale=0.25, **kind.published)
+        assert without_estimate(mechanism) is None, name
+    limited = made(LinearAttention, window=8)
+    limited.exact_below = 60
+    assert known(without_estimate(limited)).exact_below == 60
+    groups = HeadGroups([([0, 2], made(LocalAttention, left=3, right=3)), ([1, 3], made(LinearAttention, window=8))])
+    alone = known(without_estimate(groups))
+    assert isinstance(alone, HeadGroups)
+    (first, local), (second, keys) = alone.members()
+    assert (local, type(keys)) == (groups.groups[0], ExactKeys)
+    assert [list(range(4))[one] if isinstance(one, slice) else one for one in (first, second)] == [[0, 2], [1, 3]]
+    assert without_estimate(HeadGroups([([0, 1, 2, 3], made(LocalAttention))])) is None

@@ -376,14 +376,14 @@ def continue_linear(
     k, v, key_mask = content(ring)
     exactly = Exactly(True, window, first_keys(k, key_mask, sinks), scale)
     out, later = attend(q, k, v, key_mask, exactly, far, state=state, keep=True)
-    return out, {**later, **_exact_keys(ring, exactly.chosen, sinks, reach(window, True)[0])}
+    return out, {**later, **exact_keys(ring, exactly.chosen, sinks, reach(window, True)[0])}
 
 
 def _ring_of(state: State | None) -> State | None:
     return None if state is None else {name: x for name, x in state.items() if name in (*PARTS, "span")}
 
 
-def _exact_keys(ring: State, chosen: Tensor | None, sinks: int, count: int) -> State:
+def exact_keys(ring: State, chosen: Tensor | None, sinks: int, count: int) -> State:
     """The ring of the chosen keys and the last `count`, at their places before the next token."""
     k, v, key_mask = content(ring)
     keys = k.shape[2]
@@ -538,4 +538,4 @@ def performer_and_exact_decode(
         uniform = None if known is None else known.get(UNIFORM)
         one = values.new_zeros(*q.shape[:2], 1, v.shape[3])
         later[UNIFORM] = mixed(one, values, mask, far.share, causal=True, earlier=uniform)[1]
-    return out, {**later, **_exact_keys(ring, exactly.chosen, sinks, left)}
+    return out, {**later, **exact_keys(ring, exactly.chosen, sinks, left)}

@@ -62,8 +62,8 @@ audit:  ## Known vulnerabilities of the oldest versions that pyproject.toml allo
 	.venv-audit/bin/python -m pip --disable-pip-version-check install --quiet pip-audit
 	$(LOWEST) >.venv-audit/lowest.txt
 	@.venv-audit/bin/pip-audit --strict --no-deps --disable-pip --progress-spinner off -r .venv-audit/lowest.txt \
-	  >.venv-audit/told.txt 2>&1 && cat .venv-audit/told.txt || { tail -n 60 .venv-audit/told.txt; \
-	  grep -q 'known vulnerabilit' .venv-audit/told.txt || \
+	  >.venv-audit/output.txt 2>&1 && cat .venv-audit/output.txt || { tail -n 60 .venv-audit/output.txt; \
+	  grep -q 'known vulnerabilit' .venv-audit/output.txt || \
 	  echo "Not audited: the database of vulnerabilities cannot be reached from here, so nothing is known. Try again elsewhere."; exit 1; }
 
 sanitize: $(VENV)/.dev  ## Test the kernels with their C under AddressSanitizer and UBSan: MINUTES=20

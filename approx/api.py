@@ -14,7 +14,6 @@ from approx.evaluation.options import BASE, BenchStage, EvaluateStage
 from approx.evaluation.record import Record, Speed
 from approx.inspection import inspect, plan
 from approx.measuring.measure import (
-    Progress,
     choose_device,
     generate,
     in_memory,
@@ -25,12 +24,12 @@ from approx.measuring.measure import (
     open_all,
     open_pair,
     predict,
-    silent,
     task_of,
     with_extended_base,
 )
 from approx.measuring.products import fast_products
 from approx.planning.plan import Plan
+from approx.progress import Progress, silent
 from approx.publishing.report import write_report as report
 from approx.tasks import open_task
 from approx.validation import build

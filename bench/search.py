@@ -18,7 +18,7 @@ from scipy import stats
 from approx.checkpoints.checkpoint import load
 from approx.evaluation import record
 from approx.evaluation.record import Record
-from approx.measuring.measure import silent
+from approx.progress import silent
 from approx.searching.options import SearchStage
 from approx.searching.search import SENSITIVITIES, Search, loss_in_points
 from approx.validation import build

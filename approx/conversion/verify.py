@@ -50,7 +50,7 @@ from approx.planning.positions import example_inputs
 from approx.seam.internals import auto_classes
 from approx.seam.observe import Call, observe
 from approx.version import __version__
-from approx_kernels.dispatch.implementation import implementation, untold
+from approx_kernels.dispatch.implementation import implementation, without_warnings
 from approx_kernels.ops.exact.api import exact_attention
 from approx_kernels.runtime.cache_folder import cache_folder
 
@@ -246,7 +246,7 @@ def exact_limit(model: Any, plan: Plan) -> Check:
     surgery.exchange(model, Plan(tuple(rules)))
     try:
         # Warnings about slow settings would concern the exact settings, not the plan's.
-        with untold():
+        with without_warnings():
             after = _run(model, inputs)
     finally:
         surgery.revert(model)

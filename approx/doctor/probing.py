@@ -11,6 +11,7 @@ import torch
 
 from approx.errors import ApproxError, Exit
 from approx.measuring import products
+from approx.progress import Progress, silent
 from approx_kernels.dispatch import checked, findings
 from approx_kernels.gpu.language import triton
 from approx_kernels.ops.fastest.choice import LENGTHS, Case
@@ -25,7 +26,7 @@ _FORMS = (
 _AGAIN = "measure again with `approx doctor --probe`"
 
 
-def probe(progress: Callable[[str, int, int], None] | None = None) -> None:
+def probe(progress: Progress = silent) -> None:
     """Replace the findings of an earlier probe: measure common forms of exact attention and, on a CPU, `fast_products`.
 
     Other forms of attention keep fixed defaults.
@@ -46,8 +47,7 @@ def probe(progress: Callable[[str, int, int], None] | None = None) -> None:
     if products.obstacle(device) is None:
         work[products.ASKED] = products.measure
     for done, (subject, find) in enumerate(work.items()):
-        if progress:
-            progress(subject, done, len(work))
+        progress(subject, done, len(work))
         try:
             finding = find()
         except (RuntimeError, MemoryError) as error:

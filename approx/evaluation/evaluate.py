@@ -32,7 +32,7 @@ from approx.tasks.metrics import METRICS
 from approx.tasks.task import Encoding, Task
 from approx_kernels.runtime.cache_folder import cache_folder
 
-__all__ = ["Progress", "Subject", "evaluate", "predict", "prepare"]
+__all__ = ["Subject", "evaluate", "predict", "prepare"]
 
 T = TypeVar("T")
 
@@ -251,7 +251,6 @@ def _through(back_end: SDPBackend, call: Callable[[], object]) -> Callable[[], o
     return run
 
 
-Progress = Callable[[int, int], None]
 """Called with the number of inputs done and their total number, over all models."""
 
 
@@ -263,7 +262,7 @@ def evaluate(
     data: Path | None = None,
     seed: int = 0,
     device: str | torch.device = "cpu",
-    progress: Progress | None = None,
+    progress: Callable[[int, int], None] | None = None,
     outputs: Path | None = None,
     ledgers: Path | None = None,
 ) -> Quality:

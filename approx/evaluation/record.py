@@ -21,6 +21,7 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError
 from approx.errors import ApproxError, Exit
 from approx.validation import Written, validate
 from approx_kernels.runtime.atomic_file import atomic_file
+from approx_kernels.runtime.processor import processor_name
 
 Interval = Annotated[list[float], Field(min_length=2, max_length=2)]
 
@@ -816,7 +817,7 @@ def environment(threads: int | None = None, gpu: str | None = None) -> dict[str,
         **{key: _version(package) for key, package in packages.items()},
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "processor": _processor(),
+        "processor": processor_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": threads,
         "gpu": gpu,
@@ -883,15 +884,6 @@ def _version(package: str) -> str | None:
     except importlib.metadata.PackageNotFoundError:
         # A checkout that is not installed has no metadata.
         return getattr(sys.modules.get("approx"), "__version__", None) if package == "approx-attention" else None
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())
 
 
 def _git_commit() -> str | None:

@@ -52,7 +52,6 @@ from approx.finetuning.trainer import (
     Objective,
     Outcome,
     Phase,
-    Progress,
     Supervised,
     Transfer,
     disk_errors,
@@ -60,6 +59,7 @@ from approx.finetuning.trainer import (
     train,
 )
 from approx.paths import refuse_leaving
+from approx.progress import Progress, silent
 from approx.tasks.classification import SEVERAL, kind_of_outputs
 from approx.tasks.metrics import METRICS
 from approx.tasks.text import Text
@@ -148,7 +148,7 @@ def prepare_training(
     options: FinetuneStage,
     teacher: Any = None,
     kept_exact: KeptExact | None = None,
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress = silent,
 ) -> Preparation:
     """Read the data, make layers exact again if that is asked for, and prepare each mode; nothing is trained.
 
@@ -819,7 +819,7 @@ def finetune(
     teacher: Any = None,
     resume: bool = False,
     restart: bool = False,
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress = silent,
 ) -> Healing:
     """Train a model in place.
 
@@ -1252,7 +1252,7 @@ def finetune_folder(
     offline: bool = False,
     merge_adapter: bool = False,
     device: str = "cpu",
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress = silent,
 ) -> Healing:
     """Train a checkpoint into a new folder, which gets its name only if every check passes.
 

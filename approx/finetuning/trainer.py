@@ -44,6 +44,7 @@ from approx.finetuning.divergence import divergence_of_labels
 from approx.finetuning.options import Distillation, FinetuneStage, Lora
 from approx.planning import positions
 from approx.planning.plan import described
+from approx.progress import Progress
 from approx.seam.observe import Call, observe
 from approx.tasks import open_task
 from approx.tasks.classification import SEVERAL, kind_of_outputs
@@ -660,10 +661,6 @@ def _fitting(mask: Tensor | None, hidden: Tensor) -> Tensor | None:
     if mask is None or mask.shape != hidden.shape[:2]:
         return None
     return mask[:, :, None].float()
-
-
-Progress = Callable[[str, int, int], None]
-"""Called with the current activity, steps done and total steps."""
 
 
 @dataclass(frozen=True)

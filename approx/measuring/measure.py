@@ -37,6 +37,7 @@ from approx.measuring.products import products_for
 from approx.planning import anatomy, positions
 from approx.planning.plan import described
 from approx.planning.positions import example_inputs, samples
+from approx.progress import Progress
 from approx.seam.attention_free import attention_free
 from approx.seam.dispatch import fastest_exact
 from approx.tasks import open_task
@@ -288,13 +289,6 @@ def what_computes(source: bytes) -> bytes:
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             node.body = node.body[1:] if ast.get_docstring(node, clean=False) is not None else node.body
     return ast.dump(tree).encode()
-
-
-Progress = Callable[[str, int, int], None]
-
-
-def silent(stage: str, done: int, total: int) -> None:
-    """Ignore progress."""
 
 
 def choose_device(device: str) -> str:

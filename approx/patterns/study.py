@@ -1,6 +1,6 @@
 """The figures, pictures and optionally the speed of one sparse pattern."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from approx.evaluation.bench import Contender, bench
 from approx.evaluation.options import BenchStage
 from approx.evaluation.record import Speed
 from approx.patterns import Pattern, figures
+from approx.progress import Progress
 from approx.publishing.patterns import flow_picture, steps_picture
 from approx.publishing.plots import write_pictures
 from approx_kernels.dispatch.implementation import chosen_in
@@ -89,9 +90,7 @@ def draw(
     return write_pictures(pictures, folder)
 
 
-def report(
-    pattern: Pattern, *, block: int = 64, device: str | None = None, progress: Callable[[str, int, int], None]
-) -> Study:
+def report(pattern: Pattern, *, block: int = 64, device: str | None = None, progress: Progress) -> Study:
     """Count a pattern and, with a device, time it against exact attention.
 
     Args:
@@ -122,7 +121,7 @@ def refuse_existing(folder: Path, force: bool) -> None:
         )
 
 
-def _speed(pattern: Pattern, device: str, progress: Callable[[str, int, int], None]) -> list[Speed]:
+def _speed(pattern: Pattern, device: str, progress: Progress) -> list[Speed]:
     ours = {name: made.to(device).eval() for name, made in pattern.mechanisms(HEADS, HEAD_DIM).items()}
 
     def make_inputs(batch: int, length: int) -> tuple[torch.Tensor, ...]:

@@ -28,7 +28,6 @@ from approx.finetuning.options import FinetuneStage
 from approx.finetuning.trainer import digest_of, overlap
 from approx.grid import Grid
 from approx.measuring.measure import (
-    Progress,
     choose_device,
     code,
     companions_sha256,
@@ -39,13 +38,13 @@ from approx.measuring.measure import (
     measure_quality,
     measure_speed,
     open_all,
-    silent,
     task_of,
 )
 from approx.measuring.products import refuse
 from approx.pipeline.store import Here, Outcome, Stage, Store, complete, stage_key
 from approx.planning.anatomy import Anatomy, anatomy
 from approx.planning.plan import Plan
+from approx.progress import Progress, silent
 from approx.publishing.report import write_report
 from approx.pushing.options import PushStage
 from approx.pushing.push import push
@@ -224,7 +223,7 @@ def check(recipe: Recipe, *, offline: bool) -> dict[str, Plan]:
     return plans
 
 
-def rehearse(base: checkpoint.Checkpoint, stage: EvaluateStage) -> str:
+def check_task(base: checkpoint.Checkpoint, stage: EvaluateStage) -> str:
     """Check that a checkpoint fits a task and its data, without running it.
 
     Returns:
@@ -380,7 +379,7 @@ class Study:
         base = self.open()[BASE]
         for task in asked.evaluate:
             refuse_trained_on(asked.heal, task)
-        self._data = [rehearse(base, task) for task in asked.evaluate]
+        self._data = [check_task(base, task) for task in asked.evaluate]
         # Weights, config, dtype, versions and code are in the identity.
         self._about = (
             identity(base),
@@ -581,7 +580,7 @@ class Pushes:
     parts: tuple[Stage, ...]
     send: bool
     offline: bool
-    progress: Callable[[str, int, int], None]
+    progress: Progress
 
     def stages(self) -> list[Stage]:
         """One stage for each push; the outcome is that of `approx.push`. Folders that are only written are written every time."""

@@ -30,7 +30,8 @@ import torch
 
 from approx.errors import ApproxError, Exit
 from approx.evaluation.evaluate import fingerprint
-from approx.measuring.measure import Progress, code, companions_sha256, silent
+from approx.measuring.measure import code, companions_sha256
+from approx.progress import Progress, silent
 from approx_kernels.runtime.atomic_file import write_whole
 
 T = TypeVar("T")

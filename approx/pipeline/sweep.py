@@ -13,10 +13,10 @@ from approx.evaluation import record
 from approx.evaluation.bench import crossover
 from approx.evaluation.record import RecipeText, Record
 from approx.grid import Grid
-from approx.measuring.measure import Progress, silent
 from approx.pipeline.run import Study, check, measured
 from approx.pipeline.store import Executor, Stage, Store, complete
 from approx.planning.plan import Plan, seeded
+from approx.progress import Progress, silent
 from approx.publishing import sweep as tables
 from approx.publishing.sweep import Cell, Results, collect, machine, same_task
 from approx.recipe import slug

@@ -73,7 +73,7 @@ class Footprint:
         return round(max([*(moment.bytes(length) for moment in self.outside), *within]))
 
 
-class Held(TorchDispatchMode):
+class LiveMemory(TorchDispatchMode):
     """Tracks the bytes of all tensors created inside the context, also on the meta device.
 
     Attributes:
@@ -95,10 +95,10 @@ class Held(TorchDispatchMode):
         before = {storage._cdata for storage in _storages((args, kwargs))}
         for storage in _storages(out):
             if storage._cdata not in before and storage._cdata not in self._alive:
-                self._hold(storage)
+                self._add(storage)
         return out
 
-    def _hold(self, storage: torch.UntypedStorage) -> None:
+    def _add(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
 
         def released(_: Any) -> None:
@@ -312,7 +312,7 @@ class _Observer:
 
     def __init__(self) -> None:
         self.calls: list[_Call] = []
-        self.memory = Held()
+        self.memory = LiveMemory()
         self.begun: list[int] = []
         # Masks that the model asked for and that mechanisms cannot take, with the sizes of their windows.
         self.masks: list[tuple[Tensor, int | None]] = []
@@ -323,7 +323,7 @@ class _Observer:
 
     def run(self, model: Any, inputs: dict[str, Tensor]) -> None:
         """Observe one forward pass, and discard earlier observations."""
-        self.calls, self.begun, self.masks, self.keys, self.memory = [], [], [], [], Held()
+        self.calls, self.begun, self.masks, self.keys, self.memory = [], [], [], [], LiveMemory()
         with torch.no_grad(), self.memory:
             model(**inputs)
         if self.memory.draws:

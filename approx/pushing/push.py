@@ -1,4 +1,4 @@
-"""Push a converted folder to a hub: rehearse it, upload it, load it again; or write its files to a folder."""
+"""Push a converted folder to a hub: check it, upload it, load it again; or write its files to a folder."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +13,7 @@ from approx.checkpoints.manifest import MANIFEST, check_seal
 from approx.conversion import verify
 from approx.conversion.convert import CARD, Publication
 from approx.errors import ApproxError, Exit
+from approx.progress import Progress, silent
 from approx.pushing import folder, remote
 from approx.pushing.folder import Checked
 from approx.pushing.remote import (
@@ -27,7 +28,6 @@ from approx.pushing.remote import (
 )
 from approx.version import __version__
 
-Progress = Callable[[str, int, int], None]
 _STEPS = 6
 _PINNED = re.compile(r'"revision": "([0-9a-f]{7,64})"')
 _CARD_FILES = (CARD, MANIFEST)
@@ -78,7 +78,7 @@ def upload_folder(
     force: bool = False,
     said: Mapping[str, Any] = MappingProxyType({}),
     agree: Callable[[Upload], bool] = lambda upload: True,
-    progress: Progress = lambda step, done, total: None,
+    progress: Progress = silent,
 ) -> dict[str, Any]:
     """Push a converted folder to a hub, download it again, and compare the outputs of both.
 
@@ -257,7 +257,7 @@ def _compared(hub: Remote, checked: Checked, commit: str, target: Path) -> Any:
     return check
 
 
-def rehearse(
+def write_only(
     name: str | Path,
     repo: str,
     out: Path,
@@ -267,7 +267,7 @@ def rehearse(
     force: bool = False,
     offline: bool = False,
     said: Mapping[str, Any] = MappingProxyType({}),
-    progress: Callable[[str, int, int], None] = lambda step, done, total: None,
+    progress: Progress = silent,
 ) -> dict[str, Any]:
     """Write the folder that a push would upload; nothing is sent.
 
@@ -323,7 +323,7 @@ def push(
     force: bool = False,
     offline: bool = False,
     agree: Callable[[Upload], bool] = lambda upload: True,
-    progress: Progress = lambda step, done, total: None,
+    progress: Progress = silent,
 ) -> dict[str, Any]:
     """Push a converted folder to the hub at HF_ENDPOINT, download it again, and compare the outputs of both.
 
@@ -354,7 +354,7 @@ def push(
     said = stated(base_model, license, language)
     paths = [Path(record) for record in records]
     if dry_run is not None:
-        return rehearse(
+        return write_only(
             folder,
             repo,
             Path(dry_run),

@@ -27,11 +27,12 @@ from approx.evaluation.quality import groups_of
 from approx.evaluation.record import Speed, environment
 from approx.evaluation.statistics import standard_error
 from approx.finetuning.divergence import divergence, surrogate
-from approx.measuring.measure import Progress, computed_by, identity, measure_speed
+from approx.measuring.measure import computed_by, identity, measure_speed
 from approx.mechanisms import MECHANISMS
 from approx.planning.anatomy import Anatomy, Site, ranges
 from approx.planning.plan import Plan
 from approx.planning.rule import Rule
+from approx.progress import Progress
 from approx.seam.observe import Call, observe
 from approx.searching.options import SearchStage
 from approx.tasks import open_task

@@ -34,10 +34,11 @@ from approx.finetuning.divergence import of_layers
 from approx.finetuning.finetune import Preparation, finetune, measure_of
 from approx.finetuning.options import FinetuneStage
 from approx.finetuning.trainer import Measure, Phase, TrainingData, Transfer, mechanism_parameters, train
-from approx.measuring.measure import Progress, identity, subject_of
+from approx.measuring.measure import identity, subject_of
 from approx.planning import positions
 from approx.planning.anatomy import Anatomy, anatomy
 from approx.planning.plan import Plan
+from approx.progress import Progress
 from approx.searching import cost
 from approx.searching.cost import (
     Candidate,

@@ -512,7 +512,7 @@ def test_mechanisms_that_cannot_be_fitted_to_training_inputs_stay_as_they_were_c
     assert model.bert.encoder.layer[0].attention.self.mechanism.projection.abs().max() > 0
 
 
-def test_a_converted_model_learns_from_its_exact_self_unless_told_otherwise(sst2, tmp_path):
+def test_a_converted_model_learns_from_its_exact_self_by_default(sst2, tmp_path):
     quick = {"recover": None, "steps": 1, "batch_size": 4, "evaluate_every": 1}
     for mechanism, recover in (("linear", ["transfer", "distill"]), ("local", ["distill"]), (None, ["task"])):
         done = trained(model_of(mechanism), tmp_path / str(mechanism), options_of(sst2, **quick))

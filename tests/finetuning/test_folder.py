@@ -433,7 +433,7 @@ def test_a_loaded_model_is_trained_in_place_without_any_folder(study):
 
 
 @pytest.mark.slow
-def test_a_decoder_that_forgets_is_converted_beside_exact_layers_healed_and_reverted(tmp_path):
+def test_converts_heals_and_reverts_a_decoder_that_forgets_next_to_exact_layers(tmp_path):
     torch.manual_seed(0)
     base = tiny("LlamaForCausalLM", vocab_size=len(WORDS), num_hidden_layers=3, initializer_range=0.3)
     save(base, tmp_path / "base")

@@ -107,7 +107,7 @@ def test_layer_by_layer_each_layer_sees_what_the_base_would_feed_it():
     assert any(not torch.allclose(together[name], together_after[name]) for name in together)
 
 
-def test_projections_are_held_to_the_outputs_of_those_that_training_began_with():
+def test_projections_are_compared_with_the_outputs_they_began_with():
     """Were their targets to move with them, making every query small would be a perfect answer."""
     model = converted("GPT2LMHeadModel", **HEDGEHOG)
     inputs = inputs_of(model)

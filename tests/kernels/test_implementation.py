@@ -9,7 +9,15 @@ import torch
 import torch.utils.flop_counter
 
 import approx_kernels
-from approx_kernels.dispatch.implementation import choose, chosen, chosen_in, forget, implementation, took, untold
+from approx_kernels.dispatch.implementation import (
+    choose,
+    chosen,
+    chosen_in,
+    forget,
+    implementation,
+    took,
+    without_warnings,
+)
 
 WAYS = {"triton": "the tensor is on the cpu.", "cpu": None, "reference": None}
 
@@ -60,7 +68,7 @@ def test_an_explicit_choice_never_falls_back():
 def test_warns_once_why_plain_pytorch_runs(caplog):
     # The default logging of Python.
     caplog.set_level(logging.WARNING)
-    with untold():
+    with without_warnings():
         choose("plain", "auto", {"cpu": "it has no dropout. Ask for 'auto'.", "reference": None})
     for _ in range(2):
         choose("plain", "auto", {"cpu": "it has no dropout. Ask for 'auto'.", "reference": None})

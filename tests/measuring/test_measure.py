@@ -22,6 +22,7 @@ from approx.measuring import measure
 from approx.measuring.measure import computed_by, identity, in_memory
 from approx.planning.plan import Plan, Rule
 from approx.planning.positions import example_inputs
+from approx.progress import silent
 from approx.seam.attention_free import attention_free
 from tiny_classifier import tiny_model, tiny_tokenizer
 from tiny_speech import recogniser, some_utterances, speech_processor, write_utterances
@@ -131,7 +132,7 @@ def test_a_margin_in_points_is_one_of_fractions_where_the_metric_is_one(opened, 
 
 def test_scores_further_draws_of_variants_but_not_of_the_base(opened, folders):
     stage = EvaluateStage(task="glue/sst2", data=str(folders[2]), limit=12, seeds=2)
-    entry = measure.measure_quality(opened, stage, seed=0, outputs=None, fresh=True, progress=measure.silent)
+    entry = measure.measure_quality(opened, stage, seed=0, outputs=None, fresh=True, progress=silent)
     assert [variant.name for variant in entry.variants] == ["local"]
 
 
@@ -140,7 +141,7 @@ def test_lengths_beyond_the_positions_are_refused_by_the_name_of_the_model(opene
     chosen = opened if label == BASE else {BASE: opened["local"], "local": opened["local"]}
     chosen = {BASE: opened[BASE]} if label == BASE else chosen
     with pytest.raises(ApproxError, match=rf"Length 33 is too long: .*{name} takes 32 positions.*--max-length 33"):
-        next(measure.measure_speed(chosen, BenchStage(lengths=[8, 33]), None, seed=0, progress=measure.silent))
+        next(measure.measure_speed(chosen, BenchStage(lengths=[8, 33]), None, seed=0, progress=silent))
 
 
 def test_timing_extends_positions_of_copies_and_leaves_the_models(opened):
@@ -161,7 +162,7 @@ def test_timing_extends_positions_of_copies_and_leaves_the_models(opened):
 def test_texts_of_another_kind_of_input_are_refused(opened, folders):
     texts = EvaluateStage(task="librispeech/dev-clean", data=str(folders[2]))
     with pytest.raises(ApproxError, match=r"makes input_values, but .*base takes input_ids") as caught:
-        next(measure.measure_speed(opened, BenchStage(lengths=[8]), texts, seed=0, progress=measure.silent))
+        next(measure.measure_speed(opened, BenchStage(lengths=[8]), texts, seed=0, progress=silent))
     assert caught.value.exit_code == Exit.UNSUPPORTED
 
 
@@ -215,7 +216,7 @@ def test_passes_all_options_to_the_evaluation_of_every_model(opened, tmp_path, m
             task="text-classification", data="a/file.csv", settings={"labels": "a,b"}, seeds=seeds, limit=5
         )
         entry = measure.measure_quality(
-            opened, stage, seed=7, outputs=tmp_path / "outputs", fresh=seeds == 3, progress=measure.silent
+            opened, stage, seed=7, outputs=tmp_path / "outputs", fresh=seeds == 3, progress=silent
         )
         assert (entry.notes, entry.settings, entry.fast_products) == (["read"], {"labels": "a,b"}, False)
         assert (asked["seed"], asked["outputs"], str(asked["data"])) == (7, tmp_path / "outputs", "a/file.csv")
@@ -241,7 +242,7 @@ def test_a_base_that_is_converted_itself_has_no_draws(monkeypatch):
         measure, "evaluate", lambda subjects, task, stage, **more: seen.append(subjects) or part_of(Quality)
     )
     stage = EvaluateStage(task="glue/sst2", data="here", seeds=3)
-    measure.measure_quality(opened, stage, seed=0, outputs=None, fresh=True, progress=measure.silent)
+    measure.measure_quality(opened, stage, seed=0, outputs=None, fresh=True, progress=silent)
     assert seen[0][BASE].reseeded is None
 
 
@@ -254,7 +255,7 @@ def timed(opened: Any, stage: BenchStage, monkeypatch: Any, texts: Any = None, s
         return [part_of(Speed, length=length) for length in stage.lengths]
 
     monkeypatch.setattr(measure, "bench", bench)
-    rows = list(measure.measure_speed(opened, stage, texts, seed=seed, progress=measure.silent))
+    rows = list(measure.measure_speed(opened, stage, texts, seed=seed, progress=silent))
     return SimpleNamespace(**asked), rows
 
 
@@ -327,7 +328,7 @@ def test_fast_products_apply_to_every_model_and_are_recorded(opened, folders, wa
     monkeypatch.setattr(
         measure, "evaluate", lambda several, *more, **ways: subjects.append(several) or part_of(Quality, notes=["a"])
     )
-    entry = measure.measure_quality(opened, stage, seed=0, outputs=None, fresh=True, progress=measure.silent)
+    entry = measure.measure_quality(opened, stage, seed=0, outputs=None, fresh=True, progress=silent)
     assert (entry.fast_products, entry.notes) == (wanted, ["a", *["fast float32 products"] * wanted])
     models = [one.model for one in opened.values()]
     assert tasks == [(models, wanted), (models, wanted)]
@@ -370,7 +371,7 @@ def test_inputs_are_images_of_the_task_in_the_dtype_of_the_model(tmp_path, monke
 
 def test_a_record_holds_the_measurements(opened):
     stage = BenchStage(lengths=[8, 16], inputs="synthetic", rounds=3, seconds=0)
-    rows = list(measure.measure_speed(opened, stage, None, seed=0, progress=measure.silent))
+    rows = list(measure.measure_speed(opened, stage, None, seed=0, progress=silent))
     trainings = [part_of(Trained, name="local", before=0.5)]
     quality = [part_of(Quality, task="glue/sst2", examples=9)]
     recipe = part_of(RecipeText, text="a recipe")

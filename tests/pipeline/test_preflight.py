@@ -7,7 +7,7 @@ import pytest
 
 from approx.checkpoints import checkpoint
 from approx.errors import ApproxError, Exit
-from approx.pipeline.run import check, rehearse
+from approx.pipeline.run import check, check_task
 from approx.recipe import BenchStage, EvaluateStage, Recipe
 from tiny_study import tiny_checkpoint, tiny_data
 
@@ -76,5 +76,5 @@ def test_a_valid_recipe_gives_plans_and_may_use_all_positions(base):
 def test_a_rehearsal_hashes_the_data_and_computes_nothing(base, tmp_path):
     opened, data = checkpoint.load(base), str(tiny_data(tmp_path))
     stages = [EvaluateStage(task="glue/sst2", data=data, limit=limit) for limit in (None, 4, 4)]
-    hashes = [rehearse(opened, stage) for stage in stages]
+    hashes = [check_task(opened, stage) for stage in stages]
     assert hashes[0] != hashes[1] == hashes[2]

@@ -9,7 +9,7 @@ from approx import Plan
 from approx.conversion import surgery
 from approx.evaluation.timing import peak_mb
 from approx.mechanisms import MECHANISMS
-from approx.planning.anatomy import Held, Moment, anatomy, highest
+from approx.planning.anatomy import LiveMemory, Moment, anatomy, highest
 from approx.planning.cost import predict
 from approx.planning.positions import example_inputs
 from zoo import tiny
@@ -68,7 +68,7 @@ def test_exact_attention_holds_scores_of_all_pairs():
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_tensors_count_until_they_are_released_and_views_never(device):
     inputs = torch.zeros(1000, device=device)
-    with Held() as memory:
+    with LiveMemory() as memory:
         one = inputs + 1
         inputs.view(10, 100).add_(1)
         one.view(10, 100)[2:]

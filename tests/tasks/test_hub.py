@@ -28,13 +28,13 @@ def endpoint():
         server.shutdown()
 
 
-def test_a_refusal_is_an_answer_and_a_closed_port_is_none(endpoint):
+def test_counts_a_refusal_as_an_answer_but_not_a_closed_port(endpoint):
     assert hub.reachable(endpoint)
     assert not hub.reachable("http://127.0.0.1:9")
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_where_the_hub_answers_its_own_reason_is_told(endpoint, monkeypatch, tmp_path, streaming):
+def test_names_the_reason_that_the_hub_gives(endpoint, monkeypatch, tmp_path, streaming):
     monkeypatch.setattr(settings, "HF_DATASETS_CACHE", tmp_path)
     monkeypatch.setattr(settings, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(settings, "HF_ENDPOINT", endpoint)

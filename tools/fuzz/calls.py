@@ -299,16 +299,16 @@ def _pattern(count: int, /, kind: str, **settings: Any) -> masks.Pattern:
         raise ValueError(f"{kind} is no pattern with these settings: {error}") from error
 
 
-def _tensor(name: str, told: dict[str, Any]) -> Tensor:
-    shape, dtype = told["shape"], getattr(torch, told["dtype"])
+def _tensor(name: str, about: dict[str, Any]) -> Tensor:
+    shape, dtype = about["shape"], getattr(torch, about["dtype"])
     generator = torch.Generator().manual_seed(sum(name.encode()))
     if not all(isinstance(size, int) for size in shape):
         raise ValueError("a shape is of whole numbers")
     large = math.prod(shape) > _MOST_NUMBERS or any(size > _MOST_PLACES for size in shape)
     if large and max(shape) < 2**30:
         raise ValueError("more than a test has time for")
-    whole = [1] * len(shape) if large or told["layout"] == "expanded" else shape
-    fill = told["fill"]
+    whole = [1] * len(shape) if large or about["layout"] == "expanded" else shape
+    fill = about["fill"]
     numbers = torch.randn(whole, generator=generator) if fill == "normal" else torch.ones(whole)
     match fill:
         case "nan" | "inf":
@@ -322,8 +322,8 @@ def _tensor(name: str, told: dict[str, Any]) -> Tensor:
         case "negative":
             numbers = numbers * -7
     numbers = numbers.to(dtype).expand(shape)
-    if told["layout"] == "transposed" and len(shape) > 1:
+    if about["layout"] == "transposed" and len(shape) > 1:
         numbers = numbers.transpose(-1, -2).contiguous().transpose(-1, -2)
-    if told["layout"] == "apart":
+    if about["layout"] == "apart":
         numbers = numbers.repeat_interleave(2, -1)[..., ::2]
-    return (numbers.to_sparse() if told["layout"] == "sparse" else numbers).to(told["device"])
+    return (numbers.to_sparse() if about["layout"] == "sparse" else numbers).to(about["device"])

@@ -29,7 +29,7 @@ def campaign(
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     failures: dict[str, list[tuple[Order, Case, Verdict]]] = defaultdict(list)
 
-    def told(order: Order, case: Case, verdict: Verdict, _: float) -> None:
+    def count(order: Order, case: Case, verdict: Verdict, _: float) -> None:
         counts[case.kind][verdict.status] += 1
         if verdict.status == "failed":
             if verdict.where not in failures:
@@ -42,7 +42,7 @@ def campaign(
 
         def timed(order: Order, case: Case, verdict: Verdict, took: float) -> None:
             spent[case.kind] += took
-            told(order, case, verdict, took)
+            count(order, case, verdict, took)
 
         each(crew, orders, timed)
         took = time.monotonic() - began

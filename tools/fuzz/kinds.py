@@ -30,10 +30,10 @@ from approx.evaluation import record
 from approx.evaluation.evaluate import Ledger
 from approx.finetuning.finetune import finetune
 from approx.inspection import inspect, plan
-from approx.measuring.measure import silent
 from approx.pipeline import run, sweep
 from approx.pipeline.store import Stage, Store
 from approx.planning.plan import Plan
+from approx.progress import silent
 from approx.publishing.report import write_report
 from approx.pushing.push import push
 from approx.searching.search import Search

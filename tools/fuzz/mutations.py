@@ -358,8 +358,8 @@ def of_safetensors(random: Random, content: bytes) -> bytes:
             body = of_bytes(random, body)
         case _:
             return of_bytes(random, content)
-    told = len(header) if random.random() < 0.9 else random.choice(_NUMBERS)
-    return struct.pack("<Q", told) + header + body
+    claimed = len(header) if random.random() < 0.9 else random.choice(_NUMBERS)
+    return struct.pack("<Q", claimed) + header + body
 
 
 def _places(node: Any) -> Any:

@@ -27,10 +27,10 @@ from approx.evaluation.evaluate import Ledger
 from approx.finetuning.finetune import finetune
 from approx.finetuning.options import FinetuneStage
 from approx.finetuning.trainer import Interrupted
-from approx.measuring.measure import silent
 from approx.pipeline.run import search
 from approx.pipeline.store import Stage, Store
 from approx.planning.plan import Plan, Rule
+from approx.progress import silent
 from approx.searching.options import SearchStage
 from approx.searching.search import FITTED, Search
 from fuzz import calls

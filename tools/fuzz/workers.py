@@ -129,8 +129,8 @@ def workers(template: Path, count: int, *, reloads: bool = True) -> Iterator[lis
             one.close()
 
 
-def each(crew: list[Worker], orders: Iterator[Order], told: Callable[[Order, Case, Verdict, float], None]) -> None:
-    """Have all orders judged; `told` gets each order, its case, its verdict and the seconds."""
+def each(crew: list[Worker], orders: Iterator[Order], report: Callable[[Order, Case, Verdict, float], None]) -> None:
+    """Have all orders judged; `report` gets each order, its case, its verdict and the seconds."""
     idle, busy = list(crew), []
     while True:
         while idle and (order := next(orders, None)) is not None:
@@ -143,7 +143,7 @@ def each(crew: list[Worker], orders: Iterator[Order], told: Callable[[Order, Cas
             busy.remove((one, since))
             order = one.order
             case, verdict = one.answer()
-            told(order, case, verdict, time.monotonic() - since)
+            report(order, case, verdict, time.monotonic() - since)
             idle.append(one)
 
 

@@ -75,11 +75,13 @@ def main(families: list[str]) -> int:
     say(", ".join(f"{name} {version(name)}" for name in ("transformers", "torch", "peft", "accelerate")) + "\n")
     say("".join([" " * 36, *(f"{way:<13}" for way in ways)]) + "\n")
     failed = []
-    for head, told in results.items():
-        marks = {way: word if word == "ok" else "–" if word.startswith("-") else "FAILED" for way, word in told.items()}
+    for head, words in results.items():
+        marks = {
+            way: word if word == "ok" else "–" if word.startswith("-") else "FAILED" for way, word in words.items()
+        }
         say("".join([f"{head:<36}", *(f"{marks[way]:<13}" for way in ways)]) + "\n")
-        failed += [f"{head}, {way}: {told[way]}" for way, mark in marks.items() if mark == "FAILED"]
-    reasons = sorted({word[2:] for told in results.values() for word in told.values() if word.startswith("-")})
+        failed += [f"{head}, {way}: {words[way]}" for way, mark in marks.items() if mark == "FAILED"]
+    reasons = sorted({word[2:] for words in results.values() for word in words.values() if word.startswith("-")})
     say("".join(f"– {reason}\n" for reason in reasons) + "".join(f"{line}\n" for line in failed))
     return bool(failed)
 

@@ -36,8 +36,8 @@ class Head:
 
     def __init__(self, folder: Path, name: str) -> None:
         self.name, self.place, self.scratch = name, folder / name, folder / "scratch" / name
-        told = json.loads((folder / f"{name}.json").read_text("utf-8"))
-        self.task, self.auto = told["pipeline"], getattr(transformers, told["auto"])
+        about = json.loads((folder / f"{name}.json").read_text("utf-8"))
+        self.task, self.auto = about["pipeline"], getattr(transformers, about["auto"])
         self.inputs = load_file(folder / f"{name}.safetensors")
         self.expected = self.inputs.pop("expected")
         self.folder = folder

@@ -66,19 +66,19 @@ def baseline_of(room: Room, kept: Path) -> Baseline:
 
 def _run(room: Room, files: list[str]) -> dict[str, dict[str, Any]]:
     """By test file the lines that its tests ran, their seconds, and those that started processes."""
-    copy, told = room.copies[0], room.scratch / "baseline.json"
+    copy, recorded = room.copies[0], room.scratch / "baseline.json"
 
     def run() -> int:
         recorder = Recorder(copy / room.sources)
         code = run_pytest(room, copy, files, recorder)
-        told.write_text(json.dumps(recorder.result()))
+        recorded.write_text(json.dumps(recorder.result()))
         return code
 
     log = room.scratch / "baseline.log"
     _, status = os.waitpid(fork(run, log), 0)
     if os.waitstatus_to_exitcode(status) not in (0, NO_TESTS):
         raise RuntimeError("the tests fail although nothing is changed; fix them first:\n" + log.read_text()[-3000:])
-    return by_test_file(json.loads(told.read_text()), files, copy)
+    return by_test_file(json.loads(recorded.read_text()), files, copy)
 
 
 def by_test_file(recorded: dict[str, Any], files: list[str], copy: Path) -> dict[str, dict[str, Any]]:
@@ -93,8 +93,8 @@ def by_test_file(recorded: dict[str, Any], files: list[str], copy: Path) -> dict
         for line, tests in by_line.items():
             for file in files if not tests else ():
                 result[file]["lines"].setdefault(name, {})[line] = []
-            for told in tests:
-                result[_file_of(told.partition(" ")[2])]["lines"].setdefault(name, {}).setdefault(line, []).append(told)
+            for test in tests:
+                result[_file_of(test.partition(" ")[2])]["lines"].setdefault(name, {}).setdefault(line, []).append(test)
     return result
 
 
@@ -129,10 +129,10 @@ def tests_to_run(baseline: Baseline, mutant: Mutant) -> dict[str, float]:
     there are; and always those that start processes.
     """
     by_line = baseline.lines.get(mutant.file, {})
-    told = {told for line in mutant.lines for told in by_line.get(line, ())}
-    inside = {name.removeprefix("call ") for name in told}
-    prepared = {name.removeprefix("setup ").partition("::")[0] for name in told if name.startswith("setup ")}
-    imported = not told and any(line in by_line for line in mutant.lines)
+    ran = {name for line in mutant.lines for name in by_line.get(line, ())}
+    inside = {name.removeprefix("call ") for name in ran}
+    prepared = {name.removeprefix("setup ").partition("::")[0] for name in ran if name.startswith("setup ")}
+    imported = not ran and any(line in by_line for line in mutant.lines)
     return {
         test: seconds
         for test, seconds in baseline.seconds.items()

@@ -55,23 +55,25 @@ def noticed_by(
 def _try(room: Room, copy: Path, mutant: Mutant, chosen: dict[str, float]) -> int:
     """Start the chosen tests on a mutant; the process."""
     (copy / mutant.file).write_text(mutant.text, encoding="utf-8")
-    told = _told(copy)
-    told.unlink(missing_ok=True)
+    noticed = _file_of_noticed(copy)
+    noticed.unlink(missing_ok=True)
     by_file: dict[str, float] = {}
     for test, seconds in chosen.items():
         file = test.partition("::")[0]
         by_file[file] = by_file.get(file, 0.0) + seconds
     namesake = f"test_{Path(mutant.file).stem}.py"
     files = sorted(by_file, key=lambda file: (Path(file).name != namesake, by_file[file]))
-    return fork(lambda: run_pytest(room, copy, ["-x", *files], Chosen(chosen, files, told)), copy.with_suffix(".log"))
+    return fork(
+        lambda: run_pytest(room, copy, ["-x", *files], Chosen(chosen, files, noticed)), copy.with_suffix(".log")
+    )
 
 
 def _noticed(copy: Path, code: int) -> str | None:
     if code in (0, NO_TESTS):
         return None
-    told = _told(copy)
-    return told.read_text(encoding="utf-8").splitlines()[0] if told.is_file() else "pytest, which could not go on"
+    noticed = _file_of_noticed(copy)
+    return noticed.read_text(encoding="utf-8").splitlines()[0] if noticed.is_file() else "pytest, which could not go on"
 
 
-def _told(copy: Path) -> Path:
+def _file_of_noticed(copy: Path) -> Path:
     return copy.with_suffix(".noticed")

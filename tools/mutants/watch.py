@@ -81,11 +81,11 @@ class Chosen:
     Args:
         seconds: How long each of the tests takes.
         files: The order of their files.
-        told: Where the name of the test that failed is written.
+        noticed: Where the name of the test that failed is written.
     """
 
-    def __init__(self, seconds: dict[str, float], files: list[str], told: Path) -> None:
-        self._seconds, self._files, self._told = seconds, files, told
+    def __init__(self, seconds: dict[str, float], files: list[str], noticed: Path) -> None:
+        self._seconds, self._files, self._noticed = seconds, files, noticed
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Choose and sort."""
@@ -97,7 +97,7 @@ class Chosen:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Tell which test noticed."""
         if report.failed:
-            with self._told.open("a", encoding="utf-8") as file:
+            with self._noticed.open("a", encoding="utf-8") as file:
                 file.write(report.nodeid + "\n")
 
 

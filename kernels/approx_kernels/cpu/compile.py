@@ -21,6 +21,7 @@ from approx_kernels.cpu.sources import source
 from approx_kernels.cpu.structs import check_sizes
 from approx_kernels.runtime.cache_folder import is_private, private_folder
 from approx_kernels.runtime.file_lock import locked
+from approx_kernels.runtime.processor import processor_facts
 from approx_kernels.runtime.pytorch import needs_pytorch
 
 _LOG = logging.getLogger(__name__)
@@ -96,12 +97,12 @@ def load(text: str) -> ctypes.CDLL | str:
     try:
         folder = private_folder("compiled")
         key = _key(compiler, text)
-        library_file = _kept(folder, key)
+        library_file = _cached(folder, key)
         if library_file is None:
             # Without file locks, each process compiles its own.
             with locked(folder / f"{key}.lock"):
                 # Another process may have compiled it meanwhile.
-                library_file = _kept(folder, key) or _compile(compiler, text, folder, key)
+                library_file = _cached(folder, key) or _compile(compiler, text, folder, key)
         loaded = ctypes.CDLL(str(library_file))
         check_sizes(loaded)
         return loaded
@@ -145,7 +146,8 @@ def _flags() -> list[str]:
 
 def _key(compiler: str, text: str) -> str:
     # Machines with different processors may share a folder, and a compiler may be updated under the same name.
-    machine = [platform.machine(), platform.processor(), _processor(), torch.backends.cpu.get_cpu_capability()]
+    known = [processor_facts().get(fact, "") for fact in ("model name", "flags", "Features", "CPU part")]
+    machine = [platform.machine(), platform.processor(), *known, torch.backends.cpu.get_cpu_capability()]
     parts = [text, compiler, _version(compiler), *_flags(), *machine]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
@@ -158,7 +160,7 @@ def _version(compiler: str) -> str:
     return said.stdout + said.stderr
 
 
-def _kept(folder: Path, key: str) -> Path | None:
+def _cached(folder: Path, key: str) -> Path | None:
     """The library of that key, if undamaged; its name ends with the hash of its contents."""
     for path in sorted(folder.glob(f"{key}-*.so")):
         if is_private(path) and path.name == _name(key, path):
@@ -193,11 +195,3 @@ def _compile(compiler: str, text: str, folder: Path, key: str) -> Path:
 def _missing(why: str) -> str:
     _LOG.warning("Slower code replaces compiled code: %s", why)
     return why
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return ""
-    return "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}))

@@ -1,9 +1,7 @@
 """Findings of `approx doctor --probe` and `bench/gpu.py` about this machine, stored on disk for later processes."""
 
-import contextlib
 import functools
 import json
-import platform
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -14,6 +12,7 @@ from approx_kernels.cpu.compile import compiler_obstacle
 from approx_kernels.runtime.atomic_file import write_whole
 from approx_kernels.runtime.cache_folder import cache_folder
 from approx_kernels.runtime.file_lock import locked
+from approx_kernels.runtime.processor import processor_facts, processor_name
 
 # Increase it when a change alters the meaning of stored findings.
 FORMAT = 7
@@ -117,31 +116,19 @@ def _read() -> dict[str, dict[str, Finding]]:
 @functools.cache
 def instructions() -> str:
     """The widest instruction set of this processor, as PyTorch names it, and its bfloat16 extension."""
-    flags = _processor_facts().get("flags", "").split()
+    flags = processor_facts().get("flags", "").split()
     halves = {"amx_bf16": " and AMX", "avx512_bf16": " and BF16"}
     return torch.backends.cpu.get_cpu_capability() + next((name for flag, name in halves.items() if flag in flags), "")
 
 
 def generation() -> dict[str, str]:
     """This processor's family and model numbers, if known: virtual machines may share a name across models."""
-    facts = _processor_facts()
+    facts = processor_facts()
     return {name: facts[key] for name, key in (("family", "cpu family"), ("model", "model")) if key in facts}
 
 
 def _processor() -> str:
-    facts = _processor_facts()
+    facts = processor_facts()
     features = sorted({"avx2", "avx512f", "avx512_bf16", "amx_bf16"} & set(facts.get("flags", "").split()))
     numbers = [f"{name} {number}" for name, number in generation().items()]
-    name = facts.get("model name") or platform.processor() or platform.machine()
-    return " ".join([name, *numbers, *features])
-
-
-@functools.cache
-def _processor_facts() -> dict[str, str]:
-    """What Linux says about the first processor, such as its `model name`; empty elsewhere."""
-    facts: dict[str, str] = {}
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            name, _, value = line.partition(":")
-            facts.setdefault(name.strip(), value.strip())
-    return facts
+    return " ".join([processor_name(), *numbers, *features])

@@ -90,7 +90,7 @@ def _warn_once(message: str, *parts: str) -> None:
 
 
 @contextmanager
-def untold() -> Iterator[None]:
+def without_warnings() -> Iterator[None]:
     """Silence the warnings of `choose`, for calls that differ from those of later use."""
     _LOG.disabled, before = True, _LOG.disabled
     try:

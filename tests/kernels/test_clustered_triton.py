@@ -1,8 +1,6 @@
-"""Kernels of clustered attention against the reference in float64: masks, odd numbers, and every gradient.
+"""Kernels of clustered attention against the reference in float64: masks, odd numbers, and every gradient."""
 
-Under Triton's interpreter, which takes a second for a few dozen tokens, or on a GPU where there is one.
-"""
-
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,24 +8,18 @@ import torch
 from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
+import triton_cases
 from approx_kernels.ops.clustered import triton as batched
 from approx_kernels.ops.clustered import triton_members as members
 from approx_kernels.ops.clustered import triton_own as launching
 from approx_kernels.ops.clustered import triton_top
 from approx_kernels.ops.clustered.api import clustered_attention
 from approx_kernels.ops.clustering.api import draw_centroids, draw_planes
-from closeness import assert_close
+from triton_cases import DEVICE, ON_DEVICE, draw, multiplies_bfloat16, spoilt
 
 pytest.importorskip("triton")
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
-
-
-def draw(length, keys, *, size=16, values=16, heads=1, batch=1, dtype=torch.float32):
-    # Heads of a token are contiguous in memory, as in a model.
-    shapes = (length, size), (keys, size), (keys, values)
-    return [torch.randn(batch, n, heads, d).to(DEVICE, dtype).transpose(1, 2) for n, d in shapes]
+pytestmark = ON_DEVICE
 
 
 def settings(size=16, *, clusters=3, topk: int | None = 4, iterations=2) -> dict[str, Any]:
@@ -36,34 +28,22 @@ def settings(size=16, *, clusters=3, topk: int | None = 4, iterations=2) -> dict
     return {**drawn, "clusters": clusters, "iterations": iterations, "topk": topk, "scale": 0.3}
 
 
-def run(tensors, impl, key_mask=None, **how):
-    """Outputs and the gradients in q, k and v."""
-    leaves = [x.detach().clone().requires_grad_() for x in tensors]
-    out = clustered_attention(*leaves, key_mask=key_mask, impl=impl, **how)
-    generator = torch.Generator().manual_seed(1)
-    grad = torch.randn(out.shape, generator=generator).to(out.device, out.dtype)
-    return [out, *torch.autograd.grad(out, leaves, grad)]
-
-
-def check(tensors, *arguments, **how):
-    wide = run([x.double() for x in tensors], "reference", *arguments, **how)
-    plain, computed = (run(tensors, impl, *arguments, **how) for impl in ("reference", "triton"))
-    for name, *each in zip(("out", "dq", "dk", "dv"), computed, plain, wide, strict=True):
-        # Sums over tiles round differently from a single sum; by how much depends on the processor where NumPy's products
-        # stand in for a GPU's.
-        assert_close(name, *each, factor=6.0)
+run = partial(triton_cases.run, clustered_attention)
+# Sums over tiles round differently from a single sum; by how much depends on the processor where NumPy's products stand
+# in for a GPU's.
+check = partial(triton_cases.check, clustered_attention, factor=6.0)
 
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
     """Fill outputs whose padding need not be zero with NaN before kernels run."""
-    made, summed = launching.beside, members._sums
+    made = launching.beside
 
     def full(x, size, padded):
         return made(x, size, padded) if padded else made(x, size, padded).fill_(torch.nan)
 
     monkeypatch.setattr(launching, "beside", full)
-    monkeypatch.setattr(members, "_sums", lambda *arguments: summed(*arguments).fill_(torch.nan))
+    monkeypatch.setattr(members, "_sums", spoilt(members._sums))
 
 
 @pytest.mark.parametrize("topk", [None, 1, 25], ids=["plain", "top 1", "all keys"])
@@ -109,7 +89,7 @@ def test_padding_is_not_read():
     tensors, real = draw(13, 13, batch=3), mask(13)[[0, 2, 3]]
     for x in tensors:
         x.masked_fill_(~real[:, None, :, None], torch.nan)
-    assert all(torch.isfinite(x).all() for x in run(tensors, "triton", real, **settings()))
+    assert all(torch.isfinite(x).all() for x in run(tensors, real, **settings()))
 
 
 def test_frozen_centroids():
@@ -123,7 +103,7 @@ def test_half_precision():
     check(draw(17, 17, dtype=torch.float16), **settings(topk=17))
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter cannot multiply bfloat16")
+@multiplies_bfloat16
 def test_bfloat16():
     check(draw(600, 600, size=64, dtype=torch.bfloat16), **settings(64, clusters=25, topk=None))
 
@@ -131,17 +111,13 @@ def test_bfloat16():
 def test_parts_of_a_cluster_change_nothing(monkeypatch):
     tensors = draw(45, 20)
     how = settings(clusters=2, topk=5)
-    whole = run(tensors, "triton", **how)
+    whole = run(tensors, **how)
     monkeypatch.setattr(launching, "_parts", lambda *_: 3)
-    assert all(torch.equal(*each) for each in zip(whole, run(tensors, "triton", **how), strict=True))
+    assert all(torch.equal(*each) for each in zip(whole, run(tensors, **how), strict=True))
 
 
 def test_strides_do_not_matter():
-    q, k, v = draw(20, 20)
-    odd = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k)]
-    spread = v.repeat(1, 1, 2, 1)[:, :, ::2]
-    expected = clustered_attention(q, k, spread.contiguous(), impl="triton", **settings())
-    assert torch.equal(clustered_attention(odd[0], odd[1], spread, impl="triton", **settings()), expected)
+    triton_cases.check_strides(clustered_attention, **settings())
 
 
 @pytest.mark.sample(0)
@@ -160,17 +136,8 @@ def test_operators_pass_opcheck():
 
 @pytest.mark.slow
 def test_it_compiles_without_a_break():
-    q, k, v = (x.requires_grad_() for x in draw(12, 12, batch=2))
-    real, how = mask(12)[1:3], settings(clusters=3, topk=2)
-
-    def attend(q, k, v):
-        return clustered_attention(q, k, v, real, impl="triton", **how)
-
-    out = torch.compile(attend, fullgraph=True, backend="aot_eager")(q, k, v)
-    expected = attend(q, k, v)
-    assert torch.equal(out, expected)
-    grads = [torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, expected)]
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    how = settings(clusters=3, topk=2)
+    triton_cases.check_compiles(clustered_attention, draw(12, 12, batch=2), mask(12)[1:3], **how)
 
 
 def test_operations_are_counted():

@@ -1,31 +1,23 @@
-"""The flash kernels against their specification in float64: windows, lists of blocks, masks, spans, and every gradient.
+"""The flash kernels against their specification in float64: windows, lists of blocks, masks, spans, and every gradient."""
 
-Under Triton's interpreter, which takes a second for a few dozen tokens, or on a GPU where there is one.
-"""
+from functools import partial
 
 import pytest
 import torch
 from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
+import triton_cases
 from approx_kernels.gpu.launch import configuration
 from approx_kernels.ops.flash import triton as launching
 from approx_kernels.ops.flash.api import block_list, flash, flash_attention, list_tile
 from closeness import assert_close
+from triton_cases import DEVICE, HALF, ON_DEVICE, multiplies_bfloat16, spoilt
 
 pytest.importorskip("triton")
 
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Triton's interpreter cannot multiply bfloat16.
-HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
-pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
-
-
-def draw(length, keys, *, size=16, values=16, heads=2, batch=1, dtype=torch.float32):
-    # Heads of a token are contiguous in memory, as in a model.
-    shapes = (length, size), (keys, size), (keys, values)
-    return [torch.randn(batch, n, heads, d).to(DEVICE, dtype).transpose(1, 2) for n, d in shapes]
+pytestmark = ON_DEVICE
+draw = partial(triton_cases.draw, heads=2)
 
 
 def run(tensors, impl, **how):
@@ -53,19 +45,9 @@ def check(tensors, **how):
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
     """Fill the outputs of kernels with NaN, or indices out of range, before they run."""
-
-    def full(made):
-        def make(*arguments, **how):
-            out = made(*arguments, **how)
-            for x in out if isinstance(out, tuple) else (out,):
-                x.fill_(torch.nan if x.is_floating_point() else 2**31 - 1)
-            return out
-
-        return make
-
-    monkeypatch.setattr(launching, "_fake_forward", full(launching._fake_forward))
-    monkeypatch.setattr(launching, "_fake_backward", full(launching._fake_backward))
-    monkeypatch.setattr(torch, "empty_like", full(torch.empty_like))
+    monkeypatch.setattr(launching, "_fake_forward", spoilt(launching._fake_forward))
+    monkeypatch.setattr(launching, "_fake_backward", spoilt(launching._fake_backward))
+    monkeypatch.setattr(torch, "empty_like", spoilt(torch.empty_like))
 
 
 KINDS = {"dense": {}, "causal": {"right": 0}, "window": {"left": 9, "right": 3}, "before itself": {"right": -1}}
@@ -117,7 +99,7 @@ def test_half_precision():
     check(draw(37, 37, dtype=torch.float16), right=0)
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter cannot multiply bfloat16")
+@multiplies_bfloat16
 def test_bfloat16():
     check(draw(300, 300, size=64, dtype=torch.bfloat16), right=0)
 
@@ -194,11 +176,7 @@ def test_a_block_list_equals_its_pattern():
 
 
 def test_strides_do_not_matter():
-    q, k, v = draw(37, 37)
-    odd, other = (x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k))
-    spread = v.repeat(1, 1, 2, 1)[:, :, ::2]
-    expected = flash(q, k, spread.contiguous(), scale=0.3, impl="triton")[0]
-    assert torch.equal(flash(odd, other, spread, scale=0.3, impl="triton")[0], expected)
+    triton_cases.check_strides(flash_attention, heads=2, causal=False, scale=0.3)
 
 
 def test_it_repeats_bit_by_bit():
@@ -219,17 +197,8 @@ def test_the_operator_passes_opcheck(apart):
 
 @pytest.mark.slow
 def test_it_compiles_without_a_break():
-    q, k, v = (x.requires_grad_() for x in draw(17, 17, heads=1, batch=2))
-    real = mask("left", 17)
-
-    def attend(q, k, v):
-        return flash_attention(q, k, v, real, causal=True, scale=0.3, impl="triton")
-
-    out = torch.compile(attend, fullgraph=True, backend="aot_eager")(q, k, v)
-    expected = attend(q, k, v)
-    assert torch.equal(out, expected)
-    grads = [torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, expected)]
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    how = {"causal": True, "scale": 0.3}
+    triton_cases.check_compiles(flash_attention, draw(17, 17, heads=1, batch=2), mask("left", 17), **how)
 
 
 @pytest.mark.parametrize(("right", "pairs"), [(None, 20 * 20), (0, 20 * 21 // 2)])

@@ -1,8 +1,6 @@
-"""The kernels of linear attention against their specification in float64, forward and every gradient.
+"""The kernels of linear attention against their specification in float64, forward and every gradient."""
 
-Under Triton's interpreter, which takes a second for a few dozen tokens, or on a GPU where there is one.
-"""
-
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,41 +8,32 @@ import torch
 from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
+import triton_cases
 from approx_kernels.dispatch.implementation import chosen
 from approx_kernels.gpu.launch import configuration
 from approx_kernels.ops.flash import triton as flash_launching
 from approx_kernels.ops.linear import triton as launching
 from approx_kernels.ops.linear.api import linear_attention, linear_decode
 from closeness import assert_close, at_real_queries
+from triton_cases import DEVICE, ON_DEVICE, by_direction, multiplies_bfloat16, spoilt
 
 pytest.importorskip("triton")
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
-CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+pytestmark = ON_DEVICE
+draw = partial(triton_cases.draw, heads=2)
 
 
-def draw(length, keys, *, size=16, values=16, heads=2, batch=1, dtype=torch.float32) -> Any:
-    # Heads of a token are contiguous in memory, as in a model.
-    shapes = (length, size), (keys, size), (keys, values)
-    return [torch.randn(batch, n, heads, d).to(DEVICE, dtype).transpose(1, 2) for n, d in shapes]
+def attend(q, k, v, *mix, key_mask=None, impl: Any = "triton", **how):
+    form = {"mix": mix[0]} if mix else {}
+    return at_real_queries(linear_attention(q, k, v, key_mask, impl=impl, **form, **how), key_mask)
 
 
-def run(tensors, key_mask, impl, **how):
-    leaves: Any = [x.detach().clone().requires_grad_() for x in tensors]
-    form = {"mix": leaves[3]} if len(leaves) > 3 else {}
-    out = linear_attention(leaves[0], leaves[1], leaves[2], key_mask, impl=impl, **form, **how)
-    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
-    out = at_real_queries(out, key_mask)
-    return [out, *torch.autograd.grad(out, leaves, grad.to(out.device, out.dtype))]
+run = partial(triton_cases.run, attend)
 
 
 def check(tensors, key_mask=None, factor=4.0, **how):
-    wide = run([x.double() for x in tensors], key_mask, "reference", **how)
-    plain, computed = (run(tensors, key_mask, impl, **how) for impl in ("reference", "triton"))
-    for name, *each in zip(("out", "dq", "dk", "dv", "dmix"), computed, plain, wide, strict=False):
-        # Sums over tiles round differently from a single sum; the gradient of a share is the difference of two sums.
-        assert_close(name, *each, factor=16.0 if name == "dmix" else factor)
+    # Sums over tiles round differently from a single sum; the gradient of a share is the difference of two sums.
+    triton_cases.check(attend, tensors, key_mask, factor=(factor, factor, factor, factor, 16.0), **how)
 
 
 def holes(keys):
@@ -56,31 +45,19 @@ def holes(keys):
 def poisoned(monkeypatch):
     """Fill outputs, sums and saved tensors with NaN before kernels run; a few tokens have several segments."""
     for name in ("empty_rows", "empty_gradients", "_fake_sums"):
-        monkeypatch.setattr(launching, name, _poisoned(getattr(launching, name)))
+        monkeypatch.setattr(launching, name, spoilt(getattr(launching, name), 5))
     monkeypatch.setattr(launching, "LEAST", 64)
-    monkeypatch.setattr(flash_launching, "_fake_forward", _poisoned(flash_launching._fake_forward))
+    monkeypatch.setattr(flash_launching, "_fake_forward", spoilt(flash_launching._fake_forward, 5))
 
 
-def _poisoned(make):
-    def run(*arguments, **how):
-        made = make(*arguments, **how)
-        return _poison(made) if isinstance(made, torch.Tensor) else tuple(map(_poison, made))
-
-    return run
-
-
-def _poison(x):
-    return x.fill_(torch.nan if x.is_floating_point() else 5)
-
-
-@CAUSAL
+@by_direction
 @pytest.mark.parametrize(("length", "keys"), [(37, 37), (1, 150), (20, 150), (150, 90)])
 @pytest.mark.sample(3)
 def test_lengths(causal, length, keys):
     check(draw(length, keys, values=32, heads=1), causal=causal, input_scale=-0.7)
 
 
-@CAUSAL
+@by_direction
 @pytest.mark.parametrize("feature_map", ["relu", "softmax"])
 @pytest.mark.sample(2)
 def test_feature_maps(causal, feature_map):
@@ -103,7 +80,7 @@ def test_learned_maps_get_gradients(feature_map):
 
 
 @pytest.mark.slow
-@CAUSAL
+@by_direction
 @pytest.mark.parametrize("window", [0, 5])
 def test_many_features_are_summed_in_parts(causal, window, monkeypatch):
     monkeypatch.setattr(launching, "FEATURES", 20)
@@ -124,14 +101,14 @@ def test_head_sizes(size, values):
     check(draw(20, 20, size=size, values=values, heads=1), causal=True)
 
 
-@CAUSAL
+@by_direction
 @pytest.mark.sample(1)
 def test_half_precision(causal):
     check(draw(37, 70, dtype=torch.float16), causal=causal)
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter cannot multiply bfloat16")
-@CAUSAL
+@multiplies_bfloat16
+@by_direction
 def test_bfloat16(causal):
     check(draw(300, 300, size=64, dtype=torch.bfloat16), causal=causal)
 
@@ -145,14 +122,14 @@ def test_sums_may_be_greater_than_a_float16():
 
 
 @pytest.mark.slow
-@CAUSAL
+@by_direction
 @pytest.mark.parametrize(("size", "dtype"), [(16, torch.float16), (128, torch.float16), (16, torch.float32)], ids=str)
 def test_tiles_for_smaller_cards(causal, size, dtype):
     with configuration(-1):
         check(draw(40, 40, size=size, heads=1, dtype=dtype), causal=causal)
 
 
-@CAUSAL
+@by_direction
 @pytest.mark.parametrize("feature_map", ["elu", "softmax"])
 @pytest.mark.sample(1)
 def test_key_masks(causal, feature_map):
@@ -164,14 +141,14 @@ def mix(heads):
 
 
 @pytest.mark.slow
-@CAUSAL
+@by_direction
 @pytest.mark.parametrize(("length", "keys", "window"), [(37, 37, 5), (20, 90, 30), (90, 20, 5), (1, 50, 7)])
 def test_windows(causal, length, keys, window):
     # The gradient of one share alone may be all but 0 by chance.
     check([*draw(length, keys, values=32), mix(2)], causal=causal, window=window, scale=0.3)
 
 
-@CAUSAL
+@by_direction
 @pytest.mark.sample(0)
 def test_windows_under_a_key_mask(causal):
     tensors = [*draw(37, 37, heads=1, batch=2), mix(1)]
@@ -182,7 +159,7 @@ def test_windows_in_half_precision():
     check([*draw(37, 37, heads=1, dtype=torch.float16), mix(1)], causal=True, window=9, scale=0.3)
 
 
-@CAUSAL
+@by_direction
 def test_a_window_over_everything_is_softmax_attention(causal):
     q, k, v = draw(20, 20)
     computed = linear_attention(q, k, v, causal=causal, window=20, mix=mix(2), scale=0.3, impl="triton")
@@ -200,34 +177,28 @@ def test_keys_of_a_window_count_once():
     torch.testing.assert_close(seen, weights / weights.sum(1, keepdim=True))
 
 
-@CAUSAL
+@by_direction
 @pytest.mark.sample(1)
 def test_masked_keys_and_values_are_not_read(causal):
     q, k, v = draw(37, 37, heads=1, batch=2)
     mask = holes(37)
     for x in (k, v):
         x.masked_fill_(~mask[:, None, :, None], torch.nan)
-    computed = run([q, k, v], mask, "triton", causal=causal)
+    computed = run([q, k, v], mask, causal=causal)
     assert all(torch.isfinite(x).all() for x in computed)
     assert all((x[1] == 0).all() for x in computed)
     assert all((x[0, 0, 1::3] == 0).all() for x in computed[2:])
 
 
-@CAUSAL
+@by_direction
 def test_strides_do_not_matter(causal):
-    q, k, v = draw(37, 37)
-    odd = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k)]
-    spread = v.repeat(1, 1, 2, 1)[:, :, ::2]
-    expected = linear_attention(q, k, spread.contiguous(), causal=causal, impl="triton")
-    assert torch.equal(linear_attention(odd[0], odd[1], spread, causal=causal, impl="triton"), expected)
+    triton_cases.check_strides(attend, heads=2, causal=causal)
 
 
 @pytest.mark.slow
-@CAUSAL
+@by_direction
 def test_it_repeats_bit_by_bit(causal):
-    tensors = draw(70, 70, heads=1, dtype=torch.float16)
-    one, two = (run(tensors, None, "triton", causal=causal) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+    triton_cases.check_repeats(attend, causal=causal)
 
 
 @pytest.mark.sample(0)
@@ -239,18 +210,8 @@ def test_the_operator_passes_opcheck():
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [0, 5])
 def test_it_compiles_without_a_break(window):
-    q, k, v = (x.requires_grad_() for x in draw(17, 17, heads=1, batch=2))
-    mask = holes(17)
-
-    def attend(q, k, v):
-        return linear_attention(q, k, v, mask, causal=True, window=window, mix=mix(1), impl="triton")
-
-    # Not dynamic: a window that differs from the last one compiled would be taken for one that may vary.
-    out = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=False)(q, k, v)
-    expected = attend(q, k, v)
-    assert torch.equal(out, expected)
-    grads = [torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, expected)]
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    how: Any = {"causal": True, "window": window, "mix": mix(1)}
+    triton_cases.check_compiles(attend, draw(17, 17, heads=1, batch=2), holes(17), **how)
 
 
 def test_operations_are_counted():

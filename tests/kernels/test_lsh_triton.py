@@ -1,8 +1,6 @@
-"""Kernels of LSH attention against the reference in float64: every form, masks, odd numbers, and every gradient.
+"""Kernels of LSH attention against the reference in float64: every form, masks, odd numbers, and every gradient."""
 
-Under Triton's interpreter, which takes a second for a few dozen tokens, or on a GPU where there is one.
-"""
-
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,16 +8,16 @@ import torch
 from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
+import triton_cases
 from approx_kernels.ops.lsh import triton_rounds as launching
 from approx_kernels.ops.lsh import triton_tokens as summing
 from approx_kernels.ops.lsh.api import draw_projections, lsh_attention
 from approx_kernels.ops.lsh.sorted_rounds import sorted_rounds
-from closeness import assert_close
+from triton_cases import DEVICE, ON_DEVICE, draw, multiplies_bfloat16, spoilt
 
 pytest.importorskip("triton")
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+pytestmark = ON_DEVICE
 
 ROUNDS, CLUSTER = 3, 5
 ALL = [
@@ -39,12 +37,6 @@ CAUSAL: dict[str, Any] = {"variant": "asymmetric", "causal": True, "dedup": Fals
 CAUSAL_DEDUP = CAUSAL | {"dedup": True}
 
 
-def draw(length, keys, *, size=16, values=16, heads=1, batch=1, dtype=torch.float32):
-    # Heads of a token are contiguous in memory, as in a model.
-    shapes = (length, size), (keys, size), (keys, values)
-    return [torch.randn(batch, n, heads, d).to(DEVICE, dtype).transpose(1, 2) for n, d in shapes]
-
-
 def drawn(size, variant, causal, rounds=ROUNDS):
     return draw_projections(size, rounds=rounds, variant=variant, causal=causal, seed=4).to(DEVICE)
 
@@ -57,21 +49,9 @@ def attend(
     return lsh_attention(q, k, v, key_mask, projections=projections, cluster=cluster, scale=0.6, impl=impl, **form)
 
 
-def run(tensors, impl, key_mask=None, **form):
-    """Outputs and the gradients in q, k and v."""
-    leaves = [x.detach().clone().requires_grad_() for x in tensors]
-    out = attend(*leaves, key_mask=key_mask, impl=impl, **form)
-    generator = torch.Generator().manual_seed(1)
-    grad = torch.randn(out.shape, generator=generator).to(out.device, out.dtype)
-    return [out, *torch.autograd.grad(out, leaves, grad)]
-
-
-def check(tensors, *arguments, **form):
-    wide = run([x.double() for x in tensors], "reference", *arguments, **form)
-    plain, computed = (run(tensors, impl, *arguments, **form) for impl in ("reference", "triton"))
-    for name, *each in zip(("out", "dq", "dk", "dv"), computed, plain, wide, strict=True):
-        # Sums over tiles and rounds round a few times more than a single sum.
-        assert_close(name, *each, factor=6.0)
+run = partial(triton_cases.run, attend)
+# Sums over tiles and rounds round a few times more than a single sum.
+check = partial(triton_cases.check, attend, factor=6.0)
 
 
 @pytest.fixture(autouse=True)
@@ -83,17 +63,7 @@ def poisoned(monkeypatch):
         (launching, "_running"),
         (summing, "_empty_tokens"),
     ):
-        monkeypatch.setattr(module, name, _full_of_nan(getattr(module, name)))
-
-
-def _full_of_nan(make):
-    def made(*arguments):
-        computed = make(*arguments)
-        for x in computed if isinstance(computed, tuple) else (computed,):
-            x.fill_(torch.nan)
-        return computed
-
-    return made
+        monkeypatch.setattr(module, name, spoilt(getattr(module, name)))
 
 
 def mask(length):
@@ -142,23 +112,15 @@ def test_half_precision(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter cannot multiply bfloat16")
+@multiplies_bfloat16
 def test_bfloat16(form):
     check(draw(700, 700, size=64, heads=2, batch=4, dtype=torch.bfloat16), mask(700), **form, cluster=64)
 
 
 @pytest.mark.slow
 def test_it_compiles_without_a_break():
-    leaves, real = [x.requires_grad_() for x in draw(35, 35, batch=2)], mask(35)[:2]
-    projections = drawn(16, "asymmetric", True)
-
-    def call(q, k, v):
-        return attend(q, k, v, real, projections=projections, **CAUSAL)
-
-    out, expected = torch.compile(call, fullgraph=True, backend="aot_eager")(*leaves), call(*leaves)
-    torch.testing.assert_close(out, expected)
-    computed, wanted = (torch.autograd.grad(x.square().sum(), leaves) for x in (out, expected))
-    torch.testing.assert_close(computed, wanted)
+    how = CAUSAL | {"projections": drawn(16, "asymmetric", True)}
+    triton_cases.check_compiles(attend, draw(35, 35, batch=2), mask(35)[:2], same=torch.allclose, **how)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -176,17 +138,12 @@ def test_queries_that_see_a_rank_are_adjacent(form):
 
 
 def test_strides_do_not_matter():
-    q, k, v = draw(20, 20)
-    odd = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k)]
-    spread = v.repeat(1, 1, 2, 1)[:, :, ::2]
-    assert torch.equal(attend(odd[0], odd[1], spread, **CAUSAL), attend(q, k, spread.contiguous(), **CAUSAL))
+    triton_cases.check_strides(attend, **CAUSAL)
 
 
 @pytest.mark.sample(0)
 def test_it_repeats_bit_by_bit():
-    tensors = draw(50, 50, dtype=torch.float16)
-    one, two = (run(tensors, "triton", **CAUSAL) for _ in range(2))
-    assert all(torch.equal(*each) for each in zip(one, two, strict=True))
+    triton_cases.check_repeats(attend, **CAUSAL)
 
 
 @pytest.mark.parametrize("own_keys", ["always", "last resort"])

@@ -560,7 +560,9 @@ def measure_of(phase: Phase, prepared: Preparation, model: Any) -> Measure:
     A distance from the teacher varies less with few examples than a score does, and base models are often right on nearly all
     of the examples they were trained on, of which some are held out. A budget of score ends a training, so it is measured.
     """
-    scored = phase.mode not in ("transfer", "distill") or (phase.mode == "distill" and prepared.measure.enough is not None)
+    scored = phase.mode not in ("transfer", "distill") or (
+        phase.mode == "distill" and prepared.measure.enough is not None
+    )
     if prepared.measure.value is not None and scored:
         return prepared.measure
     return Measure("loss", True, _held_out_loss(phase, prepared.data, model))

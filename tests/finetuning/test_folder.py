@@ -110,7 +110,9 @@ def test_healed_folder_loads_like_any_other_and_records_its_training(study, tmp_
 
 
 def test_trained_weights_are_reverted_only_by_force(study, tmp_path):
-    assert finetune_folder(study / "converted", tmp_path / "healed", options_of(study, recover=["task"], steps=40)).helped
+    assert finetune_folder(
+        study / "converted", tmp_path / "healed", options_of(study, recover=["task"], steps=40)
+    ).helped
     with pytest.raises(ApproxError, match="trained after its conversion") as caught:
         revert(tmp_path / "healed", tmp_path / "base")
     assert caught.value.exit_code == Exit.REFUSED

@@ -6,7 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
+from approx.seam.dispatch import OWN_KEYWORDS, attention, key_mask
 from approx.seam.internals import under_implementation
 
 _FREE = "approx_attention_free"
@@ -29,12 +31,28 @@ def values_only(
     return value.transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register(_FREE, values_only)
-AttentionMaskInterface.register(_FREE, lambda *args, **kwargs: None)
+def _unless_kept(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    if attention_mask is None and all(kwargs.get(name) is None for name in OWN_KEYWORDS):
+        return values_only(module, query, key, value)
+    return attention(module, query, key, value, attention_mask, **kwargs)
+
+
+def _own_masks(*args: Any, mask_function: Any = causal_mask_function, **kwargs: Any) -> Tensor | None:
+    plain = mask_function in (causal_mask_function, bidirectional_mask_function)
+    return None if plain else key_mask(*args, mask_function=mask_function, **kwargs)
+
+
+AttentionInterface.register(_FREE, _unless_kept)
+AttentionMaskInterface.register(_FREE, _own_masks)
 
 
 @contextlib.contextmanager
 def attention_free(model: Any) -> Iterator[None]:
-    """Run `model` with its attention replaced by its values: the upper bound on the speed-up from faster attention."""
+    """Run `model` with its attention replaced by its values: the upper bound on the speed-up from faster attention.
+
+    Layers that cannot be converted, because they have windows of their own, attend as they do.
+    """
     with under_implementation(model.config, _FREE):
         yield

@@ -13,6 +13,7 @@ from approx.inspection import inspect
 from approx.planning.anatomy import anatomy
 from approx.planning.cost import predict
 from approx.planning.plan import Plan
+from approx.seam.attention_free import attention_free
 from decoders import assert_same, decoder, generated, prompts, rule
 from zoo import difference, error_of, exact_plan, outputs, tiny
 
@@ -133,6 +134,14 @@ def test_windows_without_effect_can_be_set_aside_as_the_refusal_says():
     whole, windowed = (tiny("MistralForCausalLM", sliding_window=size) for size in (None, 24))
     assert difference(outputs(whole), outputs(windowed)) == 0.0
     assert verify.exact_limit(whole, Plan.of("local", left=4)).passed
+
+
+def test_the_ceiling_has_the_attention_of_layers_that_stay():
+    windowed, whole = (tiny("MistralForCausalLM", sliding_window=size) for size in (8, None))
+    for model, changes in ((windowed, False), (whole, True)):
+        before = outputs(model)
+        with attention_free(model):
+            assert (difference(outputs(model), before) > 1e-6) == changes
 
 
 def test_layers_that_stay_count_as_outside():

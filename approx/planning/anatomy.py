@@ -261,8 +261,8 @@ class _Kind:
 
 
 # What keeps a layer from being converted, as the object of "has".
-_RESTRICTED = "its own mask (chunks, or one that the model builds itself)"
-_BIASED = "its own mask or bias on the scores (as relative positions have, or the shifted windows of a Swin model)"
+_RESTRICTED = "a custom mask (chunks, or one that the model builds itself)"
+_BIASED = "a custom mask or bias on the scores (as relative positions have, or the shifted windows of a Swin model)"
 # A state that one layer decodes from has no keys for the others.
 _SHARED = "keys that it shares with other layers"
 _UNANNOUNCED = "another form of mask than its module announces"
@@ -370,7 +370,9 @@ class _Observer:
         **kwargs: Any,
     ) -> Tensor | None:
         if mask_function in (causal_mask_function, bidirectional_mask_function):
-            self.forms.setdefault(id(config), set()).add(mask_function is causal_mask_function)
+            # The two halves of an encoder-decoder share a config, and one of them may ask for no mask.
+            if not config.is_encoder_decoder:
+                self.forms.setdefault(id(config), set()).add(mask_function is causal_mask_function)
             return None
         # Chunks have a size too, under another name in the config.
         window = local_size if local_size == getattr(config, "sliding_window", None) else None

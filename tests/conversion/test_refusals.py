@@ -37,7 +37,7 @@ def refused(code, *words):
         ("DebertaV2Model", {}, ["deberta-v2", "dispatch"]),
         ("MistralModel", {"num_key_value_heads": 2, "sliding_window": 8}, ["sliding"]),
         ("AlbertModel", {"embedding_size": 16}, ["one attention module"]),
-        ("LayoutLMModel", {"max_position_embeddings": 32}, ["its own mask"]),
+        ("LayoutLMModel", {"max_position_embeddings": 32}, ["a custom mask"]),
         ("ViTMAEModel", {"image_size": 32, "patch_size": 8}, ["draws random numbers"]),
         (
             "SwinModel",

@@ -155,4 +155,6 @@ def test_layers_with_windows_of_their_own_stay_exact(clock):
     assert found.saved[:, 0].tolist() == [-3.0, np.inf, -3.0]
     composer = Composer(base, facts)
     assert [choice.name for choice in composer.everywhere(CANDIDATES[0])] == ["local 1", "exact", "local 1"]
-    assert [rule.layers for rule in composer.plan(composer.everywhere(CANDIDATES[0])).rules] == ["0,2"]
+    plan = composer.plan(composer.everywhere(CANDIDATES[0]))
+    assert plan is not None
+    assert [rule.layers for rule in plan.rules] == ["0,2"]

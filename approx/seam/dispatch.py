@@ -155,10 +155,7 @@ def _read(mask: Tensor) -> tuple[int, bool]:
 
 
 def dense_mask(mask: Tensor | None, causal: bool, query: Tensor, key: Tensor, *, always: bool = False) -> Tensor | None:
-    """Mask for SDPA, or None if it needs none; `always` is for attention without `is_causal`.
-
-    SDPA aligns its own `is_causal` top-left, so L != S needs a mask.
-    """
+    """Mask for SDPA, whose `is_causal` aligns top-left, or None if it needs none; `always` is for other attention."""
     queries, keys, device = query.shape[-2], key.shape[-2], query.device
     if mask is not None and mask.dim() == 2:
         mask = mask[:, None, None, :]

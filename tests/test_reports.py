@@ -136,17 +136,17 @@ def test_a_table_fails_where_its_record_is_older_than_its_verdicts(tmp_path, mon
     listed = tmp_path / "older.toml"
     monkeypatch.setattr(sources, "OLDER", listed)
     listed.write_text("")
-    shutil.copytree(ROOT / "reports" / "heal-gpt2", tmp_path / "heal-gpt2")
+    shutil.copytree(ROOT / "reports" / "heal-spans", tmp_path / "heal-spans")
     with pytest.raises(
-        ApproxError, match=r"'heal-gpt2' is older than chance, .*, which its table needs. Make it again"
+        ApproxError, match=r"'heal-spans' is older than chance, .*, which its table needs. Make it again"
     ):
-        sources.opened(tmp_path, "heal-gpt2")
+        sources.opened(tmp_path, "heal-spans")
     fields = ["rare", "pairs", "chance", "grouped_by", "windows"]
-    listed.write_text(f"[heal-gpt2]\nlacks = {json.dumps(fields)}\n")
-    assert sources.opened(tmp_path, "heal-gpt2").quality
-    listed.write_text(f"[heal-gpt2]\nlacks = {json.dumps([*fields, 'margin'])}\n")
-    with pytest.raises(ApproxError, match="lists margin of the record 'heal-gpt2', which has it"):
-        sources.opened(tmp_path, "heal-gpt2")
+    listed.write_text(f"[heal-spans]\nlacks = {json.dumps(fields)}\n")
+    assert sources.opened(tmp_path, "heal-spans").quality
+    listed.write_text(f"[heal-spans]\nlacks = {json.dumps([*fields, 'margin'])}\n")
+    with pytest.raises(ApproxError, match="lists margin of the record 'heal-spans', which has it"):
+        sources.opened(tmp_path, "heal-spans")
 
 
 def test_the_interval_between_two_shares_is_the_published_one():

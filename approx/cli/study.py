@@ -52,7 +52,7 @@ def add_to(app: typer.Typer) -> None:
         "approx run quickstart",
         "approx run study.yaml -o runs/study --resume",
         "approx run minilm-sst2 --checkpoint my-model --data GLUE/SST-2 --limit 200",
-        "approx run heal-gpt2 --checkpoint gpt2 --data lm=test.txt --data runs/gpt2/text.txt=train.txt --dry-run",
+        "approx run heal-spans --checkpoint gpt2 --data lm=test.txt --data runs/gpt2/text.txt=train.txt --dry-run",
         interrupted="Interrupted. Finished stages are kept; run the same command with --resume to continue.",
     )(run)
     command(app, _PANEL, "approx init", "approx init study.yaml --checkpoint my-model --task glue/sst2 --data SST-2")(

@@ -108,8 +108,8 @@ class Preparation:
     kept_exact: KeptExact | None = None
 
     def validating(self, count: int, model: Any) -> "Preparation":
-        """The same with at most this many held-out examples in use, and not too few."""
-        data = replace(self.data, used=max(count, _FEWEST_VALIDATED))
+        """The same with at most this many held-out examples in use."""
+        data = replace(self.data, used=max(count, _TIMED))
         if len(data.validated.examples) == len(self.data.validated.examples):
             return replace(self, data=data)
         measure = self.measure if self.measure.value is None else _measure(model, data)
@@ -328,12 +328,12 @@ def _fit_briefly(
 
 # Validation takes a tenth of the time of a mode. A step takes three times as long as a forward pass of its inputs.
 _PASSES_OF_A_STEP = 3
-# Fewer examples choose no step.
-_FEWEST_VALIDATED = 16
+# Fewer examples choose a step badly, so they may take three times as long as all others; where these are long, fewer are used.
+_FEWEST_VALIDATED, _LONGER = 16, 3
 # Where a tenth of the time is not enough for all held-out examples, so many of them, and so many validations if that is possible.
 _ENOUGH, _USUAL_VALIDATIONS = 100, 5
-# Examples whose validation is timed.
-_TIMED = 8
+# Examples whose validation is timed, and that are used at least.
+_TIMED = 4
 
 
 def _with_validations(prepared: Preparation, model: Any) -> Preparation:
@@ -345,7 +345,8 @@ def _with_validations(prepared: Preparation, model: Any) -> Preparation:
     passes = {phase.mode: VALIDATING * _PASSES_OF_A_STEP * phase.steps * phase.batch_size for phase in prepared.phases}
     affordable = min(passes.values()) / inputs
     # Before the first step, after the last and a few times between; fewer examples would be too few even for that.
-    prepared = prepared.validating(int(min(max(affordable / _USUAL_VALIDATIONS, _ENOUGH), affordable / 2)), model)
+    count = int(min(max(affordable / _USUAL_VALIDATIONS, _ENOUGH), affordable / 2))
+    prepared = prepared.validating(max(count, _FEWEST_VALIDATED), model)
     for phase in prepared.phases:
         affordable = int(passes[phase.mode] / inputs / len(prepared.data.validated.examples)) - 1
         usual = math.ceil(phase.steps / min(max(affordable, 1), MOST_VALIDATIONS))
@@ -354,7 +355,10 @@ def _with_validations(prepared: Preparation, model: Any) -> Preparation:
 
 
 def _affordable(prepared: Preparation, model: Any) -> int:
-    """How many held-out examples can be used twice in a tenth of the time of any mode, by the time that a few take."""
+    """How many held-out examples can be used twice in a tenth of the time of any mode, by the time that a few take.
+
+    If these are few, as many as take three tenths of it, up to `_FEWEST_VALIDATED`.
+    """
     few = prepared.validating(_TIMED, model)
     slowest = 0.0
     for phase in prepared.phases:
@@ -364,7 +368,8 @@ def _affordable(prepared: Preparation, model: Any) -> int:
         value()
         slowest = max(slowest, time.perf_counter() - began)
     seconds = VALIDATING * min(phase.seconds for phase in prepared.phases) / 2
-    return int(seconds / max(slowest, 1e-9) * len(few.data.validated.examples))
+    count = int(seconds / max(slowest, 1e-9) * len(few.data.validated.examples))
+    return max(count, min(_FEWEST_VALIDATED, _LONGER * count))
 
 
 def _inputs_of_an_example(prepared: Preparation) -> float:

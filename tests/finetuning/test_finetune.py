@@ -557,6 +557,12 @@ def test_validation_takes_a_tenth_of_a_time_budget_at_most(sst2, tmp_path, monke
     done = trained(model_of(), tmp_path / "less", options, progress=progress)
     assert used[-1] == done.held_out == 20
     assert "Only 20 of the 32 held-out examples are validated on" in " ".join(done.notes)
+    # Three tenths of the time for a few, which are at least four.
+    for budget, count in (("20s", 12), ("4s", 4)):
+        used.clear()
+        clock[0] = 0.0
+        options = options_of(sst2, steps=1000, evaluate_every=None, time_budget=budget, validation=1000)
+        assert trained(model_of(), tmp_path / budget, options, progress=progress).held_out == count
 
 
 def test_a_budget_needs_a_converted_model_with_a_score(sst2, tmp_path):

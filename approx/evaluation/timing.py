@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.autograd.profiler_util import MEMORY_EVENT_NAME
 
 from approx.errors import ApproxError, Exit
-from approx.planning.positions import example_inputs
 from approx.tasks.task import Example, Task
 
 
@@ -114,9 +113,16 @@ def image_inputs(
 
 
 def written_inputs(
-    task: Task, examples: Sequence[Example], processor: Any, model: Any, seed: int
+    task: Task, examples: Sequence[Example], processor: Any, model: Any, usual: Callable[[int, int], dict[str, Tensor]]
 ) -> Callable[[int, int], dict[str, Tensor]]:
     """Make inputs of a model that writes what it hears: recordings of one length, and random tokens that are written.
+
+    Args:
+        task: The task, whose `encode` and `collate` make the input of an example.
+        examples: At least one.
+        processor: A processor with a feature extractor.
+        model: The model.
+        usual: Makes random inputs of a batch size and a number of tokens, whose tokens are taken.
 
     Returns:
         (batch size B, tokens L) -> `{"input_features": [B, bands, frames], "decoder_input_ids": [B, L]}`.
@@ -126,8 +132,7 @@ def written_inputs(
         chosen = islice(cycle(examples), batch)
         heard = task.collate([task.encode(example, processor)[0] for example in chosen], processor)
         name = model.main_input_name
-        made = example_inputs(model, length, batch=batch, seed=seed, device=model.device)
-        return {**made, name: heard[name].to(model.device, model.dtype)}
+        return {**usual(batch, length), name: heard[name].to(model.device, model.dtype)}
 
     return make
 

@@ -524,8 +524,11 @@ def _long_enough(model: Any, length: int | None) -> Any:
 def _input_maker(
     base: Any, source: checkpoint.Source, texts: EvaluateStage | None, seed: int
 ) -> Callable[[int, int], dict[str, torch.Tensor]]:
+    def random(batch: int, length: int) -> dict[str, torch.Tensor]:
+        return example_inputs(base, length, batch=batch, seed=seed, device=base.device)
+
     if texts is None:
-        return lambda batch, length: example_inputs(base, length, batch=batch, seed=seed, device=base.device)
+        return random
     task = open_task(texts.task, **texts.settings)
     if task.input_name != base.main_input_name and not task.writes(base):
         raise ApproxError(
@@ -535,7 +538,7 @@ def _input_maker(
         )
     examples = task.examples(_path(texts.data), texts.split, texts.limit, streaming=texts.streaming)
     if task.writes(base):
-        return written_inputs(task, examples, checkpoint.processor(source), base, seed)
+        return written_inputs(task, examples, checkpoint.processor(source), base, random)
     if task.input_name == "input_values":
         size = partial(samples, base.config)
         return sound_inputs(task, examples, checkpoint.processor(source), size, base.device, base.dtype)

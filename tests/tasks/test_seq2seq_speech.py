@@ -16,6 +16,7 @@ from approx.evaluation.options import EvaluateOptions
 from approx.evaluation.timing import written_inputs
 from approx.finetuning.finetune import finetune, prepare_training
 from approx.finetuning.options import FinetuneStage
+from approx.planning.positions import example_inputs
 from approx.tasks import open_task, seq2seq_speech
 from approx.tasks.seq2seq_speech import texts
 from tiny_speech import some_utterances, sound, write_utterances
@@ -94,7 +95,9 @@ def test_base_and_converted_are_compared_and_batches_change_nothing(data, reader
 
 def test_is_timed_on_recordings_that_are_padded_to_one_length(data, reader):
     base, task = model(), open_task("librispeech/dev-clean")
-    make = written_inputs(task, task.load(data).examples, reader, base, seed=0)
+    make = written_inputs(
+        task, task.load(data).examples, reader, base, lambda batch, length: example_inputs(base, length, batch=batch)
+    )
     made = make(2, 5)
     alone = seq2seq_speech.features(
         reader.feature_extractor, [task.load(data).examples[1].inputs["recording"].decoded(16_000)]

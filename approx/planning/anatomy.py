@@ -318,13 +318,12 @@ class _Observer:
         self.masks: list[tuple[Tensor, int | None]] = []
         # The keys of each call, to find those that several layers share.
         self.keys: list[weakref.ref[Tensor]] = []
-        # Config -> whether the plain masks of its models are causal, of those made so far: an encoder, which asks for none, may
-        # share it with a decoder.
+        # Config -> whether the plain masks of its models are causal.
         self.forms: dict[int, set[bool]] = {}
 
     def run(self, model: Any, inputs: dict[str, Tensor]) -> None:
         """Observe one forward pass, and discard earlier observations."""
-        self.calls, self.begun, self.masks, self.keys, self.forms, self.memory = [], [], [], [], {}, LiveMemory()
+        self.calls, self.begun, self.masks, self.keys, self.memory = [], [], [], [], LiveMemory()
         with torch.no_grad(), self.memory:
             model(**inputs)
         if self.memory.draws:

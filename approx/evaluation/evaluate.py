@@ -363,6 +363,7 @@ def evaluate(
         examples=len(examples),
         subset=loaded.subset,
         truncated=prepared.truncated,
+        measures=task.measures,
         notes=[
             *loaded.notes,
             *([f"read to {options.max_length:,} tokens"] if options.max_length else []),

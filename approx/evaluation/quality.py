@@ -14,7 +14,17 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
 from approx.evaluation.inputs import Ablation, Coverage
-from approx.evaluation.record import AT_CHANCE, Ablated, BaseQuality, Quality, QualityVariant, Record, Seeds, Slice
+from approx.evaluation.record import (
+    AT_CHANCE,
+    Ablated,
+    BaseQuality,
+    Quality,
+    QualityVariant,
+    Record,
+    Seeds,
+    Slice,
+    judge_likelihoods,
+)
 from approx.evaluation.statistics import (
     Comparison,
     Interval,
@@ -231,9 +241,9 @@ def label_order(task: Task, predictions: Sequence[Any], labels: Sequence[Any], c
 
 
 def over_tasks(quality: Sequence[Quality]) -> list[Quality]:
-    """Add `p_adjusted`, the p-value Holm-adjusted over a variant's tasks; null for a single task."""
+    """Add `p_adjusted`, the p-value Holm-adjusted over a variant's tasks (null for a single task), and judge likelihoods."""
     names = [entry.name for task in quality for entry in task.variants]
-    return list(_adjusted(quality, names))
+    return judge_likelihoods(list(_adjusted(quality, names)))
 
 
 def over_records(records: Sequence[Record]) -> list[Record]:

@@ -44,6 +44,7 @@ class Timing(Written):
         first_ms: Time of the first call.
         peak_mb: Peak memory.
         cache_mb: Memory of the cache after the last token, in the mode `generate`.
+        prompt_ms: Median time to read the prompt and write the first token, in the mode `generate`; older records lack it.
         tokens_per_second: Tokens decoded in a second, over the batch, in the mode `generate`.
         chosen: Op -> the implementation it used, such as `cpu` or `triton`; `reference` and `tiles` are plain PyTorch.
         samples: Number of repetitions used.
@@ -57,6 +58,7 @@ class Timing(Written):
     first_ms: float | None = None
     peak_mb: float | None
     cache_mb: float | None = None
+    prompt_ms: float | None = None
     tokens_per_second: float | None = None
     chosen: dict[str, str] | None = None
     samples: int = 0
@@ -362,6 +364,9 @@ Receipt = Annotated[dict[str, Any], AfterValidator(_readable)]
 AT_CHANCE = "the base is at chance"
 """The verdict where the base is no better than guessing, so that no loss could show."""
 
+LIKELIHOOD_ONLY = "likelihood only: generation not measured"
+"""The verdict on likelihoods where there would be no loss, but no task of the record lets the model generate its answer."""
+
 Scores = dict[str, float]
 
 
@@ -610,6 +615,8 @@ class Quality(Written):
         examples: Number of examples.
         subset: Whether examples were left out.
         truncated: Number of truncated examples.
+        measures: Of decoders: `likelihood` of given text, or `generation`, where the model writes its answer; null for other
+            tasks, and in older records.
         settings: Settings of the task, as they were chosen; older records lack them.
         notes: What was left out or changed when the examples were read, and how the labels of the model are taken.
         rows: Rows read and skipped; null if examples are not read from rows, and in older records.
@@ -636,6 +643,7 @@ class Quality(Written):
     examples: Count
     subset: bool
     truncated: Count
+    measures: Literal["likelihood", "generation"] | None = None
     settings: dict[str, Any] = Field(default_factory=dict)
     notes: list[str] = Field(default_factory=list)
     rows: Rows | None = None
@@ -664,6 +672,35 @@ class Quality(Written):
             if name != "columns"
         )
         return "; ".join([*chosen, *self.notes])
+
+
+# Verdicts on losses within the margin: there is none, or a small one.
+_SMALL = ("no loss", "loss within margin")
+
+
+def judge_likelihoods(quality: Sequence[Quality]) -> list[Quality]:
+    """Let likelihoods of a variant show no loss only where a task has measured its generation too.
+
+    A model can be as good at rating given text and far worse at writing its own. May be called again when tasks are added.
+    """
+    writing = {entry.name for task in quality if task.measures == "generation" for entry in task.variants}
+
+    def judged(entry: QualityVariant) -> QualityVariant:
+        if entry.name not in writing:
+            verdict = LIKELIHOOD_ONLY if entry.verdict in _SMALL else entry.verdict
+        elif entry.verdict == LIKELIHOOD_ONLY:
+            # Losses are positive differences of likelihoods, where lower is better, and otherwise negative ones.
+            low, high = entry.interval or (0.0, 0.0)
+            verdict = _SMALL[(low > 0) if task.lower_is_better else (high < 0)]
+        else:
+            return entry
+        return entry.model_copy(update={"verdict": verdict})
+
+    made = []
+    for task in quality:
+        likely = task.measures == "likelihood"
+        made.append(task.model_copy(update={"variants": [judged(one) for one in task.variants]}) if likely else task)
+    return made
 
 
 class Record(Written):

@@ -6,7 +6,16 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from approx.errors import ApproxError
-from approx.evaluation.record import BUSY, Quality, QualityVariant, Record, Speed, SpeedVariant, Variant
+from approx.evaluation.record import (
+    BUSY,
+    Quality,
+    QualityVariant,
+    Record,
+    Speed,
+    SpeedVariant,
+    Variant,
+    judge_likelihoods,
+)
 from approx.publishing import wording
 
 # What speeds depend on; records whose machines differ in it stay apart.
@@ -134,7 +143,7 @@ def _join(one: Record, other: Record) -> Record:
             "recipe": one.recipe or other.recipe,
             "checkpoint": scored.checkpoint,
             "variants": [*one.variants, *added],
-            "quality": [*one.quality, *map(with_names, other.quality)],
+            "quality": judge_likelihoods([*one.quality, *map(with_names, other.quality)]),
             "speed": [*one.speed, *map(with_names, other.speed)],
             "crossover": [*one.crossover, *map(renamed, other.crossover)],
             "trainings": [*one.trainings, *(new for new in map(renamed, other.trainings) if new not in one.trainings)],

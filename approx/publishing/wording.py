@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from approx.evaluation.record import AT_CHANCE, Ablated, Quality, QualityVariant, Speed, Timing
+from approx.evaluation.record import AT_CHANCE, LIKELIHOOD_ONLY, Ablated, Quality, QualityVariant, Speed, Timing
 
 MINUS = "−"
 NOTHING = "–"
@@ -262,6 +262,8 @@ def verdict(entry: QualityVariant, task: Quality) -> str:
         settling = needed(entry, task)
         more = f"; {settling} would settle it" if settling else ""
         return f"inconclusive at a margin of {allowed}{more}"
+    if entry.verdict == LIKELIHOOD_ONLY:
+        return f"{LIKELIHOOD_ONLY} (approx evaluate MODEL --task passkey measures it)"
     meaning = {
         "no loss": f"no loss, at a margin of {allowed}",
         "loss within margin": f"a loss, within the margin of {allowed}",

@@ -12,6 +12,7 @@ from approx.registry import Registry
 from approx.tasks.classification import SequenceClassification
 from approx.tasks.copying import Copying
 from approx.tasks.documents import Documents
+from approx.tasks.generation import Passkey
 from approx.tasks.glue import GLUE, Glue
 from approx.tasks.harness import ANY, PREFIX, Harness
 from approx.tasks.images import ImageClassification
@@ -56,6 +57,7 @@ _HERE: dict[str, Callable[..., Task]] = {
     ListOps.name: ListOps,
     Needle.name: Needle,
     Copying.name: Copying,
+    Passkey.name: Passkey,
 }
 
 

@@ -15,10 +15,11 @@ import numpy as np
 
 from approx.errors import ApproxError, Exit
 from approx.tasks.generated import LONGEST, Generated
+from approx.tasks.generation import company_of, prompts, written
 from approx.tasks.head import CAUSAL_LANGUAGE_MODELLING, Head
 from approx.tasks.language import check_causal, last_tokens
 from approx.tasks.padding import padded, padded_labels
-from approx.tasks.settings import whole_setting
+from approx.tasks.settings import switch_setting, whole_setting
 from approx.tasks.task import Encoding, Example
 
 SEPARATOR = "|"
@@ -42,6 +43,8 @@ class Copying(Generated):
         symbols: Number of different symbols: the letters a, b, …, then A, B, ….
         examples: Rows of a split.
         seed: Seed of all rows, together with the split and the number of the row.
+        generate: Whether the model writes the copy itself, token after token; otherwise each symbol is predicted from the true
+            ones before it.
 
     Raises:
         ApproxError: if a setting is not a whole number or is out of range.
@@ -51,11 +54,15 @@ class Copying(Generated):
     head: ClassVar[Head] = CAUSAL_LANGUAGE_MODELLING
     metrics = ("token_accuracy", "accuracy")
 
-    def __init__(self, length: int = 128, symbols: int = 10, examples: int = 1000, seed: int = 0) -> None:
+    def __init__(
+        self, length: int = 128, symbols: int = 10, examples: int = 1000, seed: int = 0, generate: bool = False
+    ) -> None:
         self.length = whole_setting(self.name, "length", length, _SHORTEST, LONGEST)
         self.symbols = whole_setting(self.name, "symbols", symbols, 2, len(SYMBOLS))
         self.size = whole_setting(self.name, "examples", examples, 1)
         self.seed = whole_setting(self.name, "seed", seed, 0)
+        self.generate = switch_setting(self.name, "generate", generate)
+        self.measures = "generation" if self.generate else "likelihood"
 
     def example(self, split: str, row: int, random: np.random.Generator) -> Example:
         """A sequence and its copy."""
@@ -88,24 +95,49 @@ class Copying(Generated):
                 f"scored. Set 'length' to {max_length - len(front)} or less."
             )
         symbols = {token: word for word, token in of_symbol.items()}
-        return [{"input_ids": ids, "copied": len(example.label), "symbols": symbols}]
+        copied = len(example.label)
+        if not self.generate:
+            return [{"input_ids": ids, "copied": copied, "symbols": symbols}]
+        return [{"input_ids": ids[:-copied], "copied": copied, "symbols": symbols, "new_tokens": copied, "stops": []}]
 
     def tokens(self, encoding: Encoding) -> int:
         """Tokens of the sequence."""
-        return len(encoding["input_ids"])
+        return len(encoding["input_ids"]) + encoding.get("new_tokens", 0)
+
+    def company(self, encoding: Encoding, processor: Any, config: Any) -> int:
+        """What is generated has no padding."""
+        return company_of(encoding) if self.generate else 0
+
+    def outputs(self, model: Any, batch: dict[str, Any]) -> Any:
+        """The tokens that the model writes, [B, n], or its outputs for the whole sequence."""
+        return written(model, batch, exactly=True) if self.generate else super().outputs(model, batch)
 
     def collate(self, encodings: Sequence[Encoding], processor: Any) -> dict[str, Any]:
         """Pad to the longest of the batch, on the right."""
+        if self.generate:
+            return prompts(encodings)
         return padded([{"input_ids": one["input_ids"]} for one in encodings], processor)
 
     def targets(
         self, examples: Sequence[Example], encodings: Sequence[Encoding], processor: Any, config: Any
     ) -> dict[str, Any]:
-        """`labels` [B, L]: the symbols of the copy, at their own positions; transformers shifts them."""
+        """`labels` [B, L]: the symbols of the copy, at their own positions; transformers shifts them.
+
+        Raises:
+            ApproxError: with `generate`, which shows no copy.
+        """
+        if self.generate:
+            raise ApproxError(
+                f"{self.name} with 'generate' is for evaluation. Train without it: the copy is the same.",
+                Exit.UNSUPPORTED,
+            )
         return {"labels": padded_labels([last_tokens(one["input_ids"], one["copied"]) for one in encodings])}
 
     def predict(self, outputs: Any, encodings: Sequence[Encoding], config: Any) -> list[Any]:
-        """The likeliest symbol at each position of the copy, given the true ones before it; `?` for other tokens."""
+        """The likeliest symbol at each position of the copy, given the true ones before it or, generated, its own; `?` for other tokens."""
+        if self.generate:
+            rows = zip(outputs.tolist(), encodings, strict=True)
+            return ["".join(one["symbols"].get(token, _NO_SYMBOL) for token in row) for row, one in rows]
         texts = []
         for logits, one in zip(outputs.logits, encodings, strict=True):
             end = len(one["input_ids"]) - 1

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from approx.errors import ApproxError, Exit, did_you_mean
+from approx.tasks.generation import company_of, prompt, prompts, texts, written
 from approx.tasks.head import CAUSAL_LANGUAGE_MODELLING, Head
 from approx.tasks.language import check_causal
 from approx.tasks.padding import padded
@@ -22,19 +23,23 @@ from approx.tasks.task import Encoding, Example, Groups, Split, Task
 PREFIX, ANY = "lm-eval/", "NAME"
 # As in the harness's own evaluations, so that the examples in a prompt are the same.
 _SHOTS_SEED = 1234
+# Type of a request -> what it measures; and the most tokens of an answer where the task does not say.
+_MEASURES = {"loglikelihood": "likelihood", "generate_until": "generation"}
+_NEW_TOKENS = 256
 
 
 class Harness(Task):
-    """A task of the LM Evaluation Harness in which a causal model rates given continuations, such as hellaswag or piqa.
+    """A task of the LM Evaluation Harness in which a causal model rates given continuations or generates its answer.
 
-    Requests and scores are the harness's own; contexts that do not fit are truncated on the left. Tasks whose answers
-    are generated are not supported. The package lm-eval is needed: pip install 'approx-attention[lm-eval]'.
+    Requests, filters of answers and scores are the harness's own; contexts that do not fit are truncated on the left. Answers are
+    generated greedily, whatever the task says about sampling. The package lm-eval is needed: pip install 'approx-attention[lm-eval]'.
 
     Args:
         task: Name of a task of the harness; `NAME` stands for any.
         shots: Examples in the prompt; None takes the task's own number.
-        metric: A metric of the task that is a mean over examples, such as acc or acc_norm.
-        longest: Maximum tokens of a request; None uses the model's positions.
+        metric: A metric of the task that is a mean over examples, such as acc, acc_norm or exact_match.
+        longest: Maximum tokens of a request, with its answer; None uses the model's positions.
+        new_tokens: Maximum tokens of a generated answer; None takes the task's own number, or 256.
 
     Raises:
         ApproxError: if lm-eval is not installed, or a setting is out of range.
@@ -46,11 +51,20 @@ class Harness(Task):
     metrics = ("mean_score",)
     windowed: ClassVar[bool] = True
 
-    def __init__(self, task: str, /, shots: int | None = None, metric: str = "acc", longest: int | None = None) -> None:
+    def __init__(
+        self,
+        task: str,
+        /,
+        shots: int | None = None,
+        metric: str = "acc",
+        longest: int | None = None,
+        new_tokens: int | None = None,
+    ) -> None:
         self.name = f"{PREFIX}{task}"
         self._task, self._metric = task, str(metric)
         self._shots = None if shots is None else whole_setting(self.name, "shots", shots, 0)
         self._longest = None if longest is None else whole_setting(self.name, "longest", longest, 2)
+        self._new_tokens = None if new_tokens is None else whole_setting(self.name, "new_tokens", new_tokens, 1)
         self._definitions: str | None = None
         if task != ANY and importlib.util.find_spec("lm_eval") is None:
             raise ApproxError(
@@ -103,18 +117,31 @@ class Harness(Task):
         made.build_all_requests(limit=limit)
         for number, group in groupby(made.instances, key=lambda one: one.doc_id):
             requests = list(group)
-            if {one.request_type for one in requests} != {"loglikelihood"}:
+            kind = " and ".join(sorted({one.request_type for one in requests}))
+            if kind not in _MEASURES or (kind == "generate_until" and (len(requests) > 1 or requests[0].repeats > 1)):
                 raise ApproxError(
-                    f"{self.name} asks for {requests[0].request_type}; only the rating of given continuations is "
-                    "supported.",
+                    f"{self.name} asks for {len(requests)} times {kind}; supported are the rating of given continuations "
+                    "(loglikelihood) and one generated answer (generate_until) of each document.",
                     Exit.UNSUPPORTED,
                 )
+            self.measures = _MEASURES[kind]
             inputs = {"requests": [list(one.args) for one in requests], "doc": requests[0].doc}
             yield Example(f"{self._task}-{number}", inputs, 1.0)
 
     def encode(self, example: Example, processor: Any, max_length: int | None = None) -> list[Encoding]:
-        """Each context with a continuation, of which the tokens of the continuation are scored."""
+        """Each context with a continuation, of which the tokens of the continuation are scored; or a prompt to be answered."""
         window = min(one for one in (self._longest, max_length, 1 << 20) if one is not None)
+        if self.measures == "generation":
+            ((context, ways),) = example.inputs["requests"]
+            count = self._new_tokens or ways.get("max_gen_toks", _NEW_TOKENS)
+            if count >= window:
+                raise ApproxError(
+                    f"{self.name} lets an answer have {count} tokens, which leaves no room for a question: the limit is "
+                    f"{window}. Set fewer with --set new_tokens={max(window // 2, 1)}."
+                )
+            until = ways.get("until") or ()
+            one = prompt(processor, context, count, (until,) if isinstance(until, str) else until)
+            return [one | {"input_ids": one["input_ids"][count - window :]}]
         return [
             {"input_ids": ids[-window:], "scored": min(scored, window - 1)}
             for context, continuation in example.inputs["requests"]
@@ -122,8 +149,22 @@ class Harness(Task):
         ]
 
     def collate(self, encodings: Sequence[Encoding], processor: Any) -> dict[str, Any]:
-        """Pad to the longest of the batch, on the right."""
+        """Pad to the longest of the batch, on the right; prompts have no padding."""
+        if self.measures == "generation":
+            return prompts(encodings)
         return padded([{"input_ids": one["input_ids"]} for one in encodings], processor)
+
+    def tokens(self, encoding: Encoding) -> int:
+        """Tokens of a request, with what may follow it."""
+        return len(encoding["input_ids"]) + encoding.get("new_tokens", 0)
+
+    def company(self, encoding: Encoding, processor: Any, config: Any) -> int:
+        """What is generated has no padding."""
+        return company_of(encoding) if self.measures == "generation" else 0
+
+    def outputs(self, model: Any, batch: dict[str, Any]) -> Any:
+        """The tokens that the model writes, [B, n], or its outputs for the requests."""
+        return written(model, batch) if self.measures == "generation" else super().outputs(model, batch)
 
     def targets(
         self, examples: Sequence[Example], encodings: Sequence[Encoding], processor: Any, config: Any
@@ -134,9 +175,11 @@ class Harness(Task):
         )
 
     def predict(self, outputs: Any, encodings: Sequence[Encoding], config: Any) -> list[Any]:
-        """Log probability of each continuation in nats, and whether it is the likeliest at every token."""
+        """Log probability of each continuation in nats, and whether it is the likeliest at every token; or the answer."""
         import torch
 
+        if self.measures == "generation":
+            return texts(outputs, encodings)
         predictions = []
         for logits, one in zip(outputs.logits, encodings, strict=True):
             end, scored = len(one["input_ids"]), one["scored"]
@@ -150,8 +193,22 @@ class Harness(Task):
 
     def combine(self, example: Example, parts: list[Any]) -> float:
         """The harness's score of an example."""
+        if self.measures == "generation":
+            return float(self._scored(example, parts[0]))
         results = [(likelihood, greedy) for likelihood, greedy in parts]
         return float(self._opened().process_results(example.inputs["doc"], results)[self._metric])
+
+    def _scored(self, example: Example, answer: str) -> float:
+        """The score of an answer after the harness's first filter, such as one that looks for a number."""
+        from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImports]  # an optional package
+
+        made, (request,) = self._opened(), example.inputs["requests"]
+        asked = Instance("generate_until", example.inputs["doc"], tuple(request), 0)
+        asked.resps.append(answer)
+        for chain in made._filters[:1]:
+            chain.apply([asked])
+            answer = asked.filtered_resps[chain.name]
+        return made.process_results(example.inputs["doc"], [answer])[self._metric]
 
     def correct(self, predictions: Sequence[Any], labels: Sequence[Any]) -> list[bool] | None:
         """Whether each score is full, where scores are 0 or 1."""

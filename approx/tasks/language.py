@@ -30,6 +30,7 @@ class LanguageModelling(Text):
         window: Tokens of a window; None uses the model's positions, or 1,024 if they are unlimited.
         stride: Maximum number of tokens scored in a window, less than its length; None uses half a window.
         stretch: Approximate number of characters of an example; examples are the unit of resampling.
+        bucket: Positions of a slice of the scores, 0-511 and 512-1,023 for 512; None doubles them: 0-15, 16-31, 32-63, ….
         join: Whether the rows of a table are the lines of one text, as in Salesforce/wikitext, so that context reaches
             over them.
 
@@ -40,13 +41,20 @@ class LanguageModelling(Text):
     name = "lm"
     head: ClassVar[Head] = CAUSAL_LANGUAGE_MODELLING
     metrics = ("bits_per_byte", "perplexity")
+    measures = "likelihood"
     slice_metric = "perplexity"
     sliced_by: ClassVar[str] = "tokens before"
 
     def __init__(
-        self, window: int | None = None, stride: int | None = None, stretch: int = 2000, join: bool = False
+        self,
+        window: int | None = None,
+        stride: int | None = None,
+        stretch: int = 2000,
+        join: bool = False,
+        bucket: int | None = None,
     ) -> None:
         super().__init__(stretch, join)
+        self._bucket = None if bucket is None else whole_setting(self.name, "bucket", bucket, 1)
         self._window = None if window is None else whole_setting(self.name, "window", window, 2)
         self._stride = None if stride is None else whole_setting(self.name, "stride", stride, 1, window and window - 1)
 
@@ -97,14 +105,14 @@ class LanguageModelling(Text):
             targets = torch.tensor(ids[len(ids) - scored :], device=logits.device)
             rows = logits[len(ids) - scored - 1 : len(ids) - 1].float()
             losses = torch.nn.functional.cross_entropy(rows, targets, reduction="none")
-            predictions.append({"places": by_place(losses, range(len(ids) - scored, len(ids)))})
+            predictions.append({"places": by_place(losses, range(len(ids) - scored, len(ids)), self._bucket)})
         return predictions
 
     def slices(
         self, labels: Sequence[Any], lengths: Sequence[int], predictions: Sequence[Any]
     ) -> Iterator[tuple[int, int, list[Any], list[Any]]]:
         """Slice by the number of tokens before a scored one in its window."""
-        return place_slices(labels, predictions)
+        return place_slices(labels, predictions, self._bucket)
 
 
 def last_tokens(ids: Sequence[int], count: int) -> list[int]:

@@ -63,6 +63,8 @@ class Task(ABC):
     """Whether an example longer than a model's positions is read in several windows."""
     part_setting: ClassVar[str | None] = None
     """The setting that selects a part of a split, if any, such as `articles`."""
+    measures: str | None = None
+    """For decoders: `likelihood` if given text is rated, `generation` if the model writes its answer token by token."""
     draws: ClassVar[bool] = False
     """Whether parts of an encoding, such as hidden tokens, are drawn at random from the id of the example."""
     input_name: ClassVar[str] = "input_ids"

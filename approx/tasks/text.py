@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -221,24 +221,31 @@ def tokenised(processor: Any, text: str) -> tuple[NDArray[np.int64], NDArray[np.
     return np.asarray(encoded["input_ids"]), np.asarray([span[0] for span in encoded["offset_mapping"]])
 
 
-def by_place(losses: Any, places: Sequence[int]) -> dict[str, list[float]]:
-    """Sum and number of losses in each slice of places; the slices end at 16, 32, 64, …"""
+def by_place(losses: Any, places: Sequence[int], width: int | None = None) -> dict[str, list[float]]:
+    """Sum and number of losses in each slice of places: slices of a width, or those that end at 16, 32, 64, …"""
     if not losses.isfinite().all():
         raise ApproxError("its losses are not finite on some inputs, so it has no score.", Exit.VERIFICATION)
     sums: dict[str, list[float]] = {}
     counts = np.asarray(places)
     values = losses.double().cpu().numpy()
-    for start, end in doubling(int(counts.max(initial=0))):
+    for start, end in _bounds(int(counts.max(initial=0)), width):
         inside = (counts >= start) & (counts < end)
         if inside.any():
             sums[str(start)] = [float(values[inside].sum()), int(inside.sum())]
     return sums
 
 
-def place_slices(labels: Sequence[Any], predictions: Sequence[Any]) -> Iterator[tuple[int, int, list[Any], list[Any]]]:
+def _bounds(last: int, width: int | None) -> Iterable[tuple[int, int]]:
+    """Bounds of the slices of places up to the last one."""
+    return doubling(last) if width is None else ((start, start + width) for start in range(0, last + 1, width))
+
+
+def place_slices(
+    labels: Sequence[Any], predictions: Sequence[Any], width: int | None = None
+) -> Iterator[tuple[int, int, list[Any], list[Any]]]:
     """Slices, as from `Task.slices`, of predictions that hold their losses by place."""
     deepest = max(int(place) for prediction in predictions for place in prediction["places"])
-    for start, end in doubling(deepest):
+    for start, end in _bounds(deepest, width):
         rows = [row for row, prediction in enumerate(predictions) if str(start) in prediction["places"]]
         parts = [predictions[row]["places"][str(start)] for row in rows]
         if rows:

@@ -97,3 +97,46 @@ metric_list:
         open_task("lm-eval/film").load(tmp_path)
     with pytest.raises(ApproxError, match="It has acc, acc_norm"):
         open_task("lm-eval/films", metric="f1").load(tmp_path)
+
+
+def test_generated_answers_are_scored_as_by_the_harness(tmp_path):
+    harness = pytest.importorskip("lm_eval")
+    from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]  # an optional package
+    from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]  # as above
+
+    words = WORDS[4:]
+    rows = [
+        {"text": f"{one} {two}", "label": words[n % len(words)]} for n, (one, two) in enumerate(pairwise(words * 3))
+    ]
+    (tmp_path / "films.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "films.yaml").write_text(f"""
+task: films
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {tmp_path / "films.jsonl"}}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{text}}}}"
+doc_to_target: "{{{{label}}}}"
+generation_kwargs: {{until: [dull], do_sample: false, max_gen_toks: 5}}
+filter_list:
+  - {{name: first, filter: [{{function: regex, regex_pattern: "(\\\\w+)"}}, {{function: take_first}}]}}
+metric_list:
+  - {{metric: exact_match, aggregation: mean, higher_is_better: true}}
+""")
+    base, tokenizer = tiny("GPT2LMHeadModel", seed=3, initializer_range=0.6, vocab_size=len(WORDS)), tiny_tokenizer()
+    tokenizer.bos_token, tokenizer.eos_token = "[CLS]", "[SEP]"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A", special_tokens=[])
+    converted = copy.deepcopy(base)
+    approx.convert(converted, approx.Plan.of("sinks", sinks=1, window=2))
+    manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+    theirs = harness.simple_evaluate(
+        HFLM(pretrained=base, tokenizer=tokenizer), tasks=["films"], task_manager=manager, bootstrap_iters=0
+    )["results"]["films"]
+    how = {"against": base, "processor": tokenizer, "data": str(tmp_path), "batch_size": 4}
+    made = approx.evaluate(converted, "lm-eval/films", settings={"metric": "exact_match"}, **how)
+    (entry,) = made.quality
+    assert entry.base.scores["mean_score"] == pytest.approx(theirs["exact_match,first"])
+    assert 0 < entry.base.scores["mean_score"] < 1
+    assert (entry.measures, entry.examples) == ("generation", len(rows))
+    with pytest.raises(ApproxError, match="Set fewer with --set new_tokens"):
+        approx.evaluate(converted, "lm-eval/films", settings={"metric": "exact_match", "new_tokens": 99}, **how)

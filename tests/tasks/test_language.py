@@ -92,6 +92,18 @@ def test_windows_are_as_long_as_positions_allow_or_else_the_default(name, defaul
         assert max(len(one["input_ids"]) for one in windows) == (limit or default)
 
 
+def test_slices_of_one_width_hold_the_same_losses(data):
+    model = causal()
+    subjects = {name: Subject(name, model, tiny_tokenizer()) for name in ("exact", "same")}
+    wide, whole = (evaluate(subjects, open_task("lm", stretch=100, bucket=width), data=data) for width in (60, 400))
+    assert [(part.from_, part.to) for part in wide.variants[0].slices] == [(0, 60), (60, 120), (120, 180)]
+    (every,) = whole.variants[0].slices
+    assert every.base == pytest.approx(whole.base.scores["perplexity"])
+    assert wide.base.scores == whole.base.scores
+    with pytest.raises(ApproxError, match="Setting 'bucket' of the task 'lm' is 0"):
+        open_task("lm", bucket=0)
+
+
 def test_slices_by_the_number_of_preceding_tokens(data):
     model = causal()
     subjects = {name: Subject(name, model, tiny_tokenizer()) for name in ("exact", "same")}

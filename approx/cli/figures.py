@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from approx.checkpoints.history import Check
 
 _SPEED = ("batch", "tokens", "", "ms", "speed-up", "95 %", "of ceiling", "MB", "verdict")
-_DECODING = ("batch", "prompt", "", "tokens/s", "speed-up", "95 %", "of ceiling", "cache MB", "verdict")
+_DECODING = ("batch", "prompt", "", "tokens/s", "speed-up", "95 %", "of ceiling", "cache MB", "prompt ms", "verdict")
 _REMEDY = (
     "Too few rounds were undisturbed, or they vary too much. Time again on an idle machine: `approx bench --wait-idle "
     "600` waits for one."
@@ -93,6 +93,7 @@ def _speed_rows(entry: Speed) -> Iterator[list[str] | None]:
             wording.between(believed.interval if believed else None),
             wording.percent(entry.share(row) if isinstance(row, SpeedVariant) else None),
             wording.milliseconds(row.peak_mb if forward else row.cache_mb),
+            *([] if forward else [wording.milliseconds(row.prompt_ms)]),
             row.status if row.status != "ok" else verdict or "",
         ]
     yield None

@@ -22,7 +22,7 @@ from approx.evaluation.evaluate import BACK_ENDS, DEFAULT, best_exact
 from approx.evaluation.options import BenchStage
 from approx.evaluation.record import BUSY, ENOUGH, Crossover, Ratio, Relative, Speed, SpeedVariant, Spread, Timing
 from approx.evaluation.statistics import ratio_interval
-from approx.evaluation.timing import OK, Neighbours, Runner, memory_limit, race, wait_idle
+from approx.evaluation.timing import OK, Neighbours, Runner, memory_limit, race, read_prompts, wait_idle
 from approx.validation import seconds
 
 _LOG = logging.getLogger(__name__)
@@ -41,6 +41,7 @@ class Contender:
         begin: Prepares one `run` on the same inputs, untimed, such as a cache that holds the prompt; None if nothing
             has to be prepared.
         cache_mb: Megabytes of the cache after a `run`; None if it leaves none.
+        prompt: Reads the prompt on the same inputs and writes one token, timed by itself; None if there is no prompt.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Contender:
     role: Literal["base", "exact", "ceiling", "variant"] = "variant"
     begin: Callable[[Any], object] | None = None
     cache_mb: Callable[[], float] | None = None
+    prompt: Callable[[Any], object] | None = None
 
 
 def bench(
@@ -115,6 +117,7 @@ def bench(
                 seconds=options.seconds,
                 warm_up_seconds=warm_up_seconds,
             )
+            read_prompts(list(runners.values()), device)
             # Not during the race: recording the choices takes time.
             for name, runner in runners.items():
                 if chosen_in and runner.status == OK:
@@ -197,17 +200,21 @@ def _prepare(
             lambda run=contender.run: run(inputs),
             begin=partial(contender.begin, inputs) if contender.begin else None,
             tokens=tokens,
+            prompts=[partial(contender.prompt, inputs)] if contender.prompt else [],
             turns=2 if contender.role == "base" else 1,
             status=maker.status,
         )
         for contender in contenders
     }
-    others = {contender.name: runners.pop(contender.name).call for contender in contenders if contender.role == "exact"}
+    exact = [runners.pop(contender.name) for contender in contenders if contender.role == "exact"]
+    names = [contender.name for contender in contenders if contender.role == "exact"]
+    others = {name: runner.call for name, runner in zip(names, exact, strict=True)}
     baseline = DEFAULT
     if maker.status == OK:
         # Only the base changes: variants that call SDPA keep its default, as their users do.
         base = next(runner for runner in runners.values() if runner.turns == 2)
         default = base.call
+        base.prompts += [read for runner in exact for read in runner.prompts]
         baseline, base.call = best_exact(default, device, others, base.begin)
         if baseline != DEFAULT:
             runners[DEFAULT] = Runner(default, base.begin, tokens=tokens)
@@ -241,7 +248,7 @@ def _times(runner: Runner) -> dict[str, Any]:
         low, middle, high = (float(value) for value in np.quantile(ms[good], (0.1, 0.5, 0.9)))
         entry |= {"median_ms": middle, "p10_ms": low, "p90_ms": high}
         entry |= {"first_ms": runner.first_ms, "peak_mb": runner.peak_mb, "chosen": runner.chosen}
-        entry |= {"cache_mb": runner.cache_mb}
+        entry |= {"cache_mb": runner.cache_mb, "prompt_ms": runner.prompt_ms}
         entry |= {"tokens_per_second": runner.tokens * 1e3 / middle} if runner.tokens else {}
         entry |= {"samples": int(good.sum()), "rejected": int((~good).sum())}
     return entry

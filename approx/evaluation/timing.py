@@ -346,6 +346,7 @@ class Runner:
         begin: Prepares a call, untimed; then every repetition is one call. None if calls need no preparation.
         turns: Turns in each round; a runner with two turns can be compared with itself.
         tokens: Tokens that a call decodes.
+        prompts: Calls that read the prompt; several where implementations compete.
     """
 
     call: Callable[[], object]
@@ -356,6 +357,8 @@ class Runner:
     first_ms: float | None = None
     peak_mb: float | None = None
     cache_mb: float | None = None
+    prompts: list[Callable[[], object]] = field(default_factory=list)
+    prompt_ms: float | None = None
     chosen: dict[str, str] | None = None
     repeats: int = 1
     rounds: list[list[Sample]] = field(default_factory=list)
@@ -394,6 +397,23 @@ class Runner:
         ms, good = self.by_turn()
         mean = (ms * good).sum(0) / np.maximum(good.sum(0), 1)
         return np.asarray(np.where(good.any(0), mean, ms.mean(0))), np.asarray(good.any(0))
+
+
+# Readings of a prompt, whose median counts.
+_READINGS = 3
+
+
+def read_prompts(runners: Sequence[Runner], device: torch.device) -> None:
+    """Time the reading of prompts, contenders in turns; of several implementations of one contender the fastest counts."""
+    times: dict[tuple[int, int], list[float]] = {}
+    for _ in range(_READINGS):
+        for number, runner in enumerate(runners):
+            for way, read in enumerate(runner.prompts if runner.status == OK else ()):
+                if sample := runner.attempt(lambda read=read: timed(read, 1, device)):
+                    times.setdefault((number, way), []).append(sample.ms)
+    for number, runner in enumerate(runners):
+        medians = [float(np.median(ms)) for (of, _), ms in times.items() if of == number]
+        runner.prompt_ms = min(medians, default=None) if runner.status == OK else None
 
 
 def race(

@@ -103,6 +103,7 @@ def speed_table(rows: list[Speed], crossovers: Iterable[Crossover]) -> dict[str,
         "pays_from": [_from(length) for length in pays],
         "times": times,
         "decodes": rows[0].mode == "generate",
+        "reads": any(row.base.prompt_ms is not None for row in rows),
         "implementations": any(line["implementations"] for line in times),
         "plain": _plain(rows, names),
         "crowded": any(row.crowded for row in rows),
@@ -208,7 +209,8 @@ def _times(row: Speed) -> list[dict[str, str]]:
 
 
 def _decoded(entry: Timing) -> dict[str, str]:
-    return {"rate": wording.milliseconds(entry.tokens_per_second), "cache": wording.milliseconds(entry.cache_mb)}
+    figures = {"rate": entry.tokens_per_second, "cache": entry.cache_mb, "prompt": entry.prompt_ms}
+    return {name: wording.milliseconds(figure) for name, figure in figures.items()}
 
 
 def _plain(rows: list[Speed], names: list[str]) -> list[str]:

@@ -1,5 +1,7 @@
 """Decoding that is timed: the same tokens as `generate`, from a copy of the prompt's cache, in counted memory."""
 
+import time
+from collections.abc import Callable
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,6 +15,7 @@ from approx.errors import ApproxError, Exit
 from approx.evaluation import timing
 from approx.evaluation.bench import Contender, bench
 from approx.evaluation.options import BASE, CEILING, BenchStage
+from approx.evaluation.timing import Runner
 from approx.measuring.prediction import Decoder, cache_bytes, decoders, refuse
 from approx.seam.attention_free import attention_free
 from approx.seam.dispatch import fastest_exact
@@ -151,6 +154,7 @@ def test_a_record_of_decoding_has_its_rate_and_its_cache(tmp_path):
     assert all((entry.tokens_per_second or 0) > 0 for row in made.speed for entry in (row.base, *row.variants))
     assert (long.base.cache_mb or 0) * 12 == pytest.approx((short.base.cache_mb or 0) * 44)
     assert long.variants[0].cache_mb == short.variants[0].cache_mb
+    assert all((entry.prompt_ms or 0) > 0 for row in made.speed for entry in (row.base, *row.variants))
     assert {entry.mode for entry in made.crossover} == {"generate"}
     with pytest.raises(ApproxError, match=r"Length 61, with 4 new tokens, is too long: .* takes 64.*--max-length 65"):
         api.bench(str(folder), [61], **asked)
@@ -183,3 +187,26 @@ def test_prepares_each_repetition_outside_the_timing(monkeypatch):
     assert (variant.cache_mb, made.base.cache_mb) == (1.5, None)
     (forward,) = bench(contenders, BenchStage(**sizes), **how)
     assert (forward.new_tokens, forward.base.tokens_per_second) == (None, None)
+
+
+def test_prompts_are_read_in_turns_and_the_faster_exact_attention_counts():
+    order: list[str] = []
+
+    def reading(name: str, seconds: float):
+        def read() -> None:
+            order.append(name)
+            time.sleep(seconds)
+
+        return read
+
+    def runner(*prompts: Callable[[], object], **more: Any) -> Runner:
+        return Runner(lambda: None, prompts=list(prompts), **more)
+
+    base = runner(reading("sdpa", 0.2), reading("other", 0.001))
+    other, none = runner(reading("variant", 0.001)), runner()
+    lost = runner(reading("lost", 0.0), status=timing.OUT_OF_MEMORY)
+    timing.read_prompts([base, other, none, lost], torch.device("cpu"))
+    assert order == ["sdpa", "other", "variant"] * 3
+    assert known(base.prompt_ms) < 200
+    assert known(other.prompt_ms) > 0.9
+    assert (none.prompt_ms, lost.prompt_ms) == (None, None)

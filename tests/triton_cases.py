@@ -41,11 +41,11 @@ def run(attend: Attend, tensors, key_mask=None, impl="triton", grad=None, **how)
 
 def check(attend: Attend, tensors, key_mask=None, *, factor: float | Sequence[float], **how) -> None:
     """Compare outputs and gradients with the reference in float64; `factor` as for `assert_close`, one for all or for each."""
-    factors = [factor] * len(NAMES) if isinstance(factor, float) else factor
+    factors = [factor] * len(NAMES) if isinstance(factor, int | float) else factor
     wide = run(attend, [x.double() for x in tensors], key_mask, "reference", **how)
     plain, computed = (run(attend, tensors, key_mask, impl, **how) for impl in ("reference", "triton"))
-    for name, factor, *each in zip(NAMES, factors, computed, plain, wide, strict=False):
-        assert_close(name, *each, factor=factor)
+    for name, allowed, *each in zip(NAMES, factors, computed, plain, wide, strict=False):
+        assert_close(name, *each, factor=allowed)
 
 
 def spoilt(make: Callable[..., Any], whole: int = 2**31 - 1) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ import importlib.util
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from approx.errors import ApproxError, Exit, did_you_mean
 from approx.tasks.generation import company_of, prompt, prompts, texts, written
@@ -24,7 +24,10 @@ PREFIX, ANY = "lm-eval/", "NAME"
 # As in the harness's own evaluations, so that the examples in a prompt are the same.
 _SHOTS_SEED = 1234
 # Type of a request -> what it measures; and the most tokens of an answer where the task does not say.
-_MEASURES = {"loglikelihood": "likelihood", "generate_until": "generation"}
+_MEASURES: dict[str, Literal["likelihood", "generation"]] = {
+    "loglikelihood": "likelihood",
+    "generate_until": "generation",
+}
 _NEW_TOKENS = 256
 
 

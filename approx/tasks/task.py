@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from approx.errors import ApproxError, Exit
 from approx.tasks.example import Example, Groups, Split, Tally
@@ -63,7 +63,7 @@ class Task(ABC):
     """Whether an example longer than a model's positions is read in several windows."""
     part_setting: ClassVar[str | None] = None
     """The setting that selects a part of a split, if any, such as `articles`."""
-    measures: str | None = None
+    measures: Literal["likelihood", "generation"] | None = None
     """For decoders: `likelihood` if given text is rated, `generation` if the model writes its answer token by token."""
     draws: ClassVar[bool] = False
     """Whether parts of an encoding, such as hidden tokens, are drawn at random from the id of the example."""

@@ -257,7 +257,7 @@ def test_full_disk_ends_training_with_one_line_and_resumes_from_the_saved_state(
 
 
 def test_a_teacher_has_to_be_exact_of_the_same_kind_and_to_read_the_same_tokens(study, tmp_path):
-    distill = options_of(study, recover=["distill"])
+    distill = options_of(study, recover=["distill"], steps=40)
     shutil.copytree(study / "base", tmp_path / "other")
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(["another"])
@@ -265,7 +265,7 @@ def test_a_teacher_has_to_be_exact_of_the_same_kind_and_to_read_the_same_tokens(
     for teacher, options, message in [
         (study / "converted", distill, "has to be an exact"),
         (tmp_path / "other", distill, "differ"),
-        (study / "base", options_of(study, recover=["task"], steps=40), "only with the mode 'distill'"),
+        (study / "base", options_of(study, recover=["task"]), "only with the mode 'distill'"),
     ]:
         with pytest.raises(ApproxError, match=message):
             finetune_folder(study / "converted", tmp_path / "healed", options, teacher=str(teacher))

@@ -257,7 +257,7 @@ def test_full_disk_ends_training_with_one_line_and_resumes_from_the_saved_state(
 
 
 def test_a_teacher_has_to_be_exact_of_the_same_kind_and_to_read_the_same_tokens(study, tmp_path):
-    distill = options_of(study, recover=["distill"], steps=40)
+    distill = options_of(study, recover=["distill"], steps=40, learning_rate=1e-3)
     shutil.copytree(study / "base", tmp_path / "other")
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(["another"])

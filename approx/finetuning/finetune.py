@@ -330,8 +330,8 @@ def _fit_briefly(
 _PASSES_OF_A_STEP = 3
 # Fewer examples choose a step badly, so they may take three times as long as all others; where these are long, fewer are used.
 _FEWEST_VALIDATED, _LONGER = 16, 3
-# Where a tenth of the time is not enough for all held-out examples, so many of them, and so many validations if that is possible.
-_ENOUGH, _USUAL_VALIDATIONS = 100, 5
+# Validations where a tenth of the time is not enough for all held-out examples.
+_USUAL_VALIDATIONS = 5
 # Examples whose validation is timed, and that are used at least.
 _TIMED = 4
 
@@ -345,7 +345,7 @@ def _with_validations(prepared: Preparation, model: Any) -> Preparation:
     passes = {phase.mode: VALIDATING * _PASSES_OF_A_STEP * phase.steps * phase.batch_size for phase in prepared.phases}
     affordable = min(passes.values()) / inputs
     # Before the first step, after the last and a few times between; fewer examples would be too few even for that.
-    count = int(min(max(affordable / _USUAL_VALIDATIONS, _ENOUGH), affordable / 2))
+    count = int(min(max(affordable / _USUAL_VALIDATIONS, _ENOUGH_EXAMPLES), affordable / 2))
     prepared = prepared.validating(max(count, _FEWEST_VALIDATED), model)
     for phase in prepared.phases:
         affordable = int(passes[phase.mode] / inputs / len(prepared.data.validated.examples)) - 1
@@ -937,14 +937,15 @@ def _trained(
 _START = "start.safetensors"
 
 
-def _worse(prepared: Preparation, value: float, than: float) -> bool:
-    """Whether a score is worse than another by more than it moves by chance: a standard error of as many coins.
+# Fewer examples give a score that moves by chance, by half the standard error of a coin that is tossed for each.
+_ENOUGH_EXAMPLES = 100
 
-    A base is nearly always right on examples that it was trained on, so that any training costs some score there.
-    """
+
+def _worse(prepared: Preparation, value: float, than: float) -> bool:
+    """Whether a score is worse than another; clearly so, where it is of few examples."""
     measure, count = prepared.measure, len(prepared.data.validated.examples)
     known = METRICS.get(measure.name)
-    margin = 0.5 / math.sqrt(count) if known is not None and known.fraction else 0.0
+    margin = 0.25 / math.sqrt(count) if count < _ENOUGH_EXAMPLES and known is not None and known.fraction else 0.0
     return value > than + margin if measure.lower_is_better else value < than - margin
 
 

@@ -48,7 +48,7 @@ def in_readme(page: str, records: Path) -> str:
 def in_healing(page: str, records: Path) -> str:
     """docs/healing.md with a table of SQuAD, and one for each record named heal-*."""
     squads = {name: sources.opened(records, name) for name in SQUAD}
-    page = marked(page, "squad", results_healed(squads).replace("docs/", "").replace("](reports/", "](../reports/"))
+    page = marked(page, "squad", results_healed(squads))
     tables = [_healed(sources.opened(records, path.name), path.name) for path in sorted(records.glob("heal-*"))]
     return marked(page, "healed", "\n".join(tables))
 
@@ -133,11 +133,11 @@ def results_healed(squads: dict[str, Record]) -> str:
             )
     tokens = base.tokens
     assert tokens is not None
-    made = [sources.where(one, name, "reports") for name, one in squads.items()]
+    made = [sources.where(one, name, "../reports") for name, one in squads.items()]
     caption = (
         f"{base.examples:,} SQuAD questions about six articles, {tokens.median} tokens in the median{_longest(tokens)}. F1 in per "
         "cent; in brackets the 95 % interval of the difference from exact attention, in points; **bold: no loss** beyond "
-        f"{_margin(base)}. **Healed** is after [minutes of training](docs/healing.md) on 23 other articles, which exact attention "
+        f"{_margin(base)}. **Healed** is after minutes of training on 23 other articles, which exact attention "
         f"got too; *kept* is the share of the exact score, healed where that was done. {_machine(first)} From {'; '.join(made)}."
     )
     return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", caption])

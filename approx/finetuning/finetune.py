@@ -330,8 +330,8 @@ def _fit_briefly(
 _PASSES_OF_A_STEP = 3
 # Fewer examples choose a step badly, so they may take three times as long as all others; where these are long, fewer are used.
 _FEWEST_VALIDATED, _LONGER = 16, 3
-# Validations where a tenth of the time is not enough for all held-out examples.
-_USUAL_VALIDATIONS = 5
+# Validations where a tenth of the time is not enough for all held-out examples, and examples that are worth more than another one.
+_USUAL_VALIDATIONS, _ENOUGH_EXAMPLES = 5, 100
 # Examples whose validation is timed, and that are used at least.
 _TIMED = 4
 
@@ -937,15 +937,14 @@ def _trained(
 _START = "start.safetensors"
 
 
-# Fewer examples give a score that moves by chance, by half the standard error of a coin that is tossed for each.
-_ENOUGH_EXAMPLES = 100
-
-
 def _worse(prepared: Preparation, value: float, than: float) -> bool:
-    """Whether a score is worse than another; clearly so, where it is of few examples."""
+    """Whether a score is worse than another by more than chance.
+
+    A share of examples is worse by chance if the difference is within two standard errors where one answer in sixteen changes.
+    """
     measure, count = prepared.measure, len(prepared.data.validated.examples)
     known = METRICS.get(measure.name)
-    margin = 0.25 / math.sqrt(count) if count < _ENOUGH_EXAMPLES and known is not None and known.fraction else 0.0
+    margin = 0.5 / math.sqrt(count) if known is not None and known.fraction else 0.0
     return value > than + margin if measure.lower_is_better else value < than - margin
 
 

@@ -264,7 +264,10 @@ class Task(ABC):
 
     def imitated(self, model: Any, batch: dict[str, Any], processor: Any) -> dict[str, Any]:
         """Targets of what a model itself writes for a batch, as `targets`; for tasks some of whose models write."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} does not say what its models write. Define imitated() beside writes(), as "
+            "approx/tasks/speech.py does."
+        )
 
     def labelled(self, split: Split) -> Split:
         """The split, every example of which has a label.

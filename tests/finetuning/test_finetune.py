@@ -446,20 +446,20 @@ def test_weights_that_score_worse_than_those_before_training_are_not_kept(sst2, 
     model = model_of()
     before = copy.deepcopy(model.state_dict())
     # Of the model as converted, with exact attention, and after training: transfer goes by its own loss.
-    values = iter([0.8, 0.9, 0.7])
+    values = iter([0.8, 0.9, 0.6])
     monkeypatch.setattr("approx.finetuning.finetune._measure", lambda *words: Measure("f1", False, values.__next__))
     done = trained(model, tmp_path / "work", options_of(sst2, recover=["transfer"], steps=4))
     assert done.phases[0].best_step > 0
     assert (done.before, done.after, done.helped) == (0.8, 0.8, False)
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
     # Eight examples may score that much less by chance, while the loss of transfer fell.
-    values = iter([0.8, 0.9, 0.75])
+    values = iter([0.8, 0.9, 0.7])
     done = trained(model, tmp_path / "other", options_of(sst2, recover=["transfer"], steps=4))
-    assert (done.after, done.helped) == (0.75, True)
+    assert (done.after, done.helped) == (0.7, True)
 
 
 @pytest.mark.parametrize(
-    ("scores", "kept"), [([0.5, 0.9, 0.6, 0.7], True), ([0.5, 0.9, 0.5, 0.7], True), ([0.5, 0.9, 0.4, 0.7], False)]
+    ("scores", "kept"), [([0.5, 0.9, 0.6, 0.7], True), ([0.5, 0.9, 0.5, 0.7], True), ([0.5, 0.9, 0.3, 0.7], False)]
 )
 def test_mechanisms_are_fitted_to_training_inputs_unless_they_score_worse(scores, kept, sst2, tmp_path, monkeypatch):
     model = model_of("performer", features=8, window=2)

@@ -64,6 +64,7 @@ def test_a_passkey_lies_at_its_depth_in_a_text_of_its_length(length):
     for row, example in enumerate(task.examples()):
         (one,) = task.encode(example, tokenizer)
         text = tokenizer.decode(one["input_ids"])
+        assert isinstance(text, str)
         assert length - 40 < task.tokens(one) <= length
         assert example.label == f"{number_in(text)} at {25 * row} %"
         assert text.endswith("The pass key is")
@@ -139,7 +140,7 @@ def test_what_is_written_is_what_generate_writes_with_exact_and_converted_attent
         ) else None
 
 
-def record(*quality: dict[str, Any]) -> Record:
+def record(*quality: Quality) -> Record:
     variants = [{"name": "linear", "layers": [{"layer": 0, "mechanism": "linear"}], "verified": True}]
     return part_of(Record, schema=1, variants=variants, quality=list(quality))
 

@@ -138,6 +138,7 @@ def test_every_task_says_where_its_examples_come_from():
         "lm-eval/NAME",
         "listops",
         "needle",
+        "passkey",
         "copy",
     } | names
 

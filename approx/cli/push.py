@@ -85,8 +85,8 @@ def push(
         place = output or Path(folder).with_name(f"{Path(folder).resolve().name}.push")
         with terminal.progress() as bar:
             made = api.push(folder, repo, dry_run=place, offline=offline, progress=bar, **settings)
-        terminal.result(made, _files(list(made["files"].items()), None), f"Written to {place}; nothing was sent.")
-        _notes(terminal, made["notes"], made["left"])
+        terminal.result(made, _files(list(made.files.items()), None), made.summary)
+        _notes(terminal, made.notes, made.left)
         return
 
     def agree(upload: "Upload") -> bool:
@@ -106,11 +106,7 @@ def push(
         done = api.push(
             folder, repo, create_pr=create_pr, revision=revision, message=message, agree=agree, progress=bar, **settings
         )
-    if done["identical"]:
-        said = f"{done['url']} is identical already; nothing was uploaded."
-    else:
-        said = f"Pushed to {done['url']} ({'private' if done['private'] else 'public'}), commit {done['commit']}."
-    terminal.result(done, said, f"Downloaded again and compared: {done['check']}.")
+    terminal.result(done, done.summary, f"Downloaded again and compared: {done.check}.")
 
 
 def _show(terminal: Terminal, upload: "Upload") -> None:

@@ -4,7 +4,7 @@ import math
 import shlex
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import yaml
@@ -15,6 +15,9 @@ from approx.cli.layers import settings_text
 from approx.cli.tables import table
 from approx.cli.terminal import Terminal
 from approx.errors import ApproxError
+
+if TYPE_CHECKING:
+    from approx.pushing.push import NotPushed, Pushed
 
 _PANEL = "Measure"
 _REPLACE = "Instead of the recipe's"
@@ -120,7 +123,7 @@ def run(
         )
         return
     folder = output or Path("runs") / path.stem
-    pushed: list[dict[str, Any]] = []
+    pushed: list[Pushed | NotPushed] = []
     if no_push and not read.push:
         raise ApproxError(f"--no-push was given, but {path} has no 'push'. Leave it out.")
     with terminal.progress() as bar:
@@ -138,10 +141,10 @@ def run(
         )
     tables = [*map(quality_table, made.quality), *speed_tables(made.speed)]
     files = [f"Record: {folder / 'record.json'}", f"Report: {folder / 'report' / 'index.html'}"]
-    files += [_push_line(outcome) for outcome in pushed]
+    files += [outcome.summary for outcome in pushed]
     terminal.result(made.to_data(), *([read.notice] if read.notice else []), *recommendation(made), *tables, *files)
-    lines = [_push_line(outcome) for outcome in pushed] if terminal.json_output else []
-    for note in dict.fromkeys([*lines, *(note for outcome in pushed for note in outcome["notes"])]):
+    lines = [outcome.summary for outcome in pushed] if terminal.json_output else []
+    for note in dict.fromkeys([*lines, *(note for outcome in pushed for note in outcome.notes)]):
         terminal.note(note)
 
 
@@ -190,13 +193,6 @@ def _settling(task: str) -> tuple[dict[str, Any], str]:
         "if nothing changes on any\n# of them, and more if something does; the report says how many. limit takes the "
         "first of the data."
     )
-
-
-def _push_line(push: dict[str, Any]) -> str:
-    """The outcome of a push in one line."""
-    if "url" not in push:
-        return f"Not pushed: {push['output']} holds what would be."
-    return f"Pushed: {push['url']} ({'private' if push['private'] else 'public'}), commit {push['commit']}"
 
 
 def _overrides(checkpoint: str | None, data: list[str] | None, limit: int | None) -> list[str]:

@@ -47,7 +47,7 @@ from approx.planning.plan import Plan
 from approx.progress import Progress, silent
 from approx.publishing.report import write_report
 from approx.pushing.options import PushStage
-from approx.pushing.push import push
+from approx.pushing.push import NotPushed, Pushed, push
 from approx.pushing.remote import check_permission, endpoint, refuse_bad_words, stated
 from approx.recipe import HEALED, TRAINED, Recipe, slug
 from approx.searching.options import SearchStage
@@ -585,7 +585,13 @@ class Pushes:
     def stages(self) -> list[Stage]:
         """One stage for each push; the outcome is that of `approx.push`. Folders that are only written are written every time."""
         return [
-            Stage(f"push to {asked.repo}", self._key(asked), partial(self._push, asked), noun="push", stored=self.send)
+            Stage(
+                f"push to {asked.repo}",
+                self._key(asked),
+                lambda asked=asked: vars(self._push(asked)),
+                noun="push",
+                stored=self.send,
+            )
             for asked in self.recipe.push
         ]
 
@@ -621,7 +627,7 @@ class Pushes:
         made_of = [one.key for one in (self._folder(asked), *self.parts)]
         return stage_key("push", endpoint(), asked.model_dump(), made_of, self.recipe.text)
 
-    def _push(self, asked: PushStage) -> dict[str, Any]:
+    def _push(self, asked: PushStage) -> Pushed | NotPushed:
         folder = self._folder(asked).product
         assert folder is not None  # conversions and trainings make folders
         more: dict[str, Any] = {"records": [self.record], "public": asked.public, "progress": self.progress}
@@ -657,7 +663,7 @@ def run(
     send: bool = True,
     command: str = "",
     progress: Progress = silent,
-    pushed: Callable[[dict[str, Any]], None] = lambda outcome: None,
+    pushed: Callable[[Pushed | NotPushed], None] = lambda outcome: None,
 ) -> Record:
     """Run a whole recipe.
 
@@ -716,7 +722,7 @@ def run(
         for stage in pushes.stages():
             outcome = last.get(stage.key) or study.store.read(stage)
             assert outcome is not None  # it was computed now or is stored
-            pushed(outcome.result)
+            pushed((Pushed if "url" in outcome.result else NotPushed)(**outcome.result))
         return made[stages.report.key].result
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
-from typing import Any
+from typing import Any, overload
 
 from approx.checkpoints.atomic_folder import atomic_folder, refuse_existing, refuse_overlap
 from approx.checkpoints.manifest import MANIFEST, check_seal
@@ -66,6 +66,66 @@ class Upload:
     notes: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Pushed:
+    """The outcome of a push.
+
+    Attributes:
+        repo: Model id.
+        url: Address of the model, or of the pull request.
+        commit: Commit of the hub that holds the files.
+        pull_request: Address of the pull request; None without one.
+        private: Whether the repository is private.
+        uploaded: Names of the files that were uploaded.
+        deleted: Names of files of an earlier push that were deleted.
+        identical: Whether the hub had the same files already, so that nothing was uploaded.
+        check: How the outputs of the downloaded copy compare with those of the folder.
+        notes: What else the user should know.
+    """
+
+    repo: str
+    url: str
+    commit: str | None
+    pull_request: str | None
+    private: bool
+    uploaded: list[str]
+    deleted: list[str]
+    identical: bool
+    check: str
+    notes: list[str]
+
+    @property
+    def summary(self) -> str:
+        """What happened, in a sentence."""
+        if self.identical:
+            return f"{self.url} is identical already; nothing was uploaded."
+        return f"Pushed to {self.url} ({'private' if self.private else 'public'}), commit {self.commit}."
+
+
+@dataclass(frozen=True)
+class NotPushed:
+    """The folder that a push would upload.
+
+    Attributes:
+        output: Its path.
+        files: Each file with its size in bytes.
+        left: Names of files of the converted folder that are not pushed.
+        card: Text of the model card.
+        notes: What else the user should know.
+    """
+
+    output: str
+    files: dict[str, int]
+    left: list[str]
+    card: str
+    notes: list[str]
+
+    @property
+    def summary(self) -> str:
+        """What happened, in a sentence."""
+        return f"Written to {self.output}; nothing was sent."
+
+
 def upload_folder(
     name: str | Path,
     repo: str,
@@ -79,7 +139,7 @@ def upload_folder(
     said: Mapping[str, Any] = MappingProxyType({}),
     agree: Callable[[Upload], bool] = lambda upload: True,
     progress: Progress = silent,
-) -> dict[str, Any]:
+) -> Pushed:
     """Push a converted folder to a hub, download it again, and compare the outputs of both.
 
     Args:
@@ -96,7 +156,7 @@ def upload_folder(
         progress: Called with the step, steps done and steps in all.
 
     Returns:
-        The outcome: url, commit, pull_request, uploaded (names of files), identical, check.
+        The outcome.
 
     Raises:
         ApproxError: if the folder, a record, the token or the repository is refused, the hub fails, or the downloaded copy
@@ -144,18 +204,18 @@ def upload_folder(
             )
         step("downloading and comparing")
         check = _compared(hub, checked, str(commit or ref), Path(temporary, "again"))
-    return {
-        "repo": repo,
-        "url": request or f"{remote.endpoint()}/{repo}",
-        "commit": commit,
-        "pull_request": request,
-        "private": upload.private,
-        "uploaded": changes.written,
-        "deleted": changes.deleted,
-        "identical": identical,
-        "check": check.detail,
-        "notes": upload.notes,
-    }
+    return Pushed(
+        repo=repo,
+        url=request or f"{remote.endpoint()}/{repo}",
+        commit=commit,
+        pull_request=request,
+        private=upload.private,
+        uploaded=changes.written,
+        deleted=changes.deleted,
+        identical=identical,
+        check=check.detail,
+        notes=upload.notes,
+    )
 
 
 def _state(hub: Remote, user: str, staged: Path, *, create_pr: bool) -> RemoteState:
@@ -268,7 +328,7 @@ def write_only(
     offline: bool = False,
     said: Mapping[str, Any] = MappingProxyType({}),
     progress: Progress = silent,
-) -> dict[str, Any]:
+) -> NotPushed:
     """Write the folder that a push would upload; nothing is sent.
 
     Args:
@@ -279,7 +339,7 @@ def write_only(
         said: Fields of the card that the user states.
 
     Returns:
-        The folder, its files with sizes, the card, and notes.
+        The folder, its files and the card.
 
     Raises:
         ApproxError: if the folder or a record is refused, or `out` cannot be written.
@@ -298,15 +358,53 @@ def write_only(
     progress("push: writing", 1, 2)
     with atomic_folder(out, force=force) as target:
         folder.stage(checked, target, repo, records, licence=fields, said=said, copies=True)
-    return {
-        "output": str(out),
-        "files": dict(folder.tree(out)),
-        "left": checked.left,
-        "card": (out / CARD).read_text(encoding="utf-8"),
-        "notes": checked.notes + notes + unlicensed(out),
-    }
+    return NotPushed(
+        output=str(out),
+        files=dict(folder.tree(out)),
+        left=checked.left,
+        card=(out / CARD).read_text(encoding="utf-8"),
+        notes=checked.notes + notes + unlicensed(out),
+    )
 
 
+@overload
+def push(
+    folder: str | Path,
+    repo: str,
+    *,
+    records: Sequence[str | Path] = (),
+    public: bool = False,
+    create_pr: bool = False,
+    revision: str | None = None,
+    message: str | None = None,
+    base_model: str | None = None,
+    license: str | None = None,
+    language: str | Sequence[str] | None = None,
+    dry_run: None = None,
+    force: bool = False,
+    offline: bool = False,
+    agree: Callable[[Upload], bool] = lambda upload: True,
+    progress: Progress = silent,
+) -> Pushed: ...
+@overload
+def push(
+    folder: str | Path,
+    repo: str,
+    *,
+    records: Sequence[str | Path] = (),
+    public: bool = False,
+    create_pr: bool = False,
+    revision: str | None = None,
+    message: str | None = None,
+    base_model: str | None = None,
+    license: str | None = None,
+    language: str | Sequence[str] | None = None,
+    dry_run: str | Path,
+    force: bool = False,
+    offline: bool = False,
+    agree: Callable[[Upload], bool] = lambda upload: True,
+    progress: Progress = silent,
+) -> NotPushed: ...
 def push(
     folder: str | Path,
     repo: str,
@@ -324,7 +422,7 @@ def push(
     offline: bool = False,
     agree: Callable[[Upload], bool] = lambda upload: True,
     progress: Progress = silent,
-) -> dict[str, Any]:
+) -> Pushed | NotPushed:
     """Push a converted folder to the hub at HF_ENDPOINT, download it again, and compare the outputs of both.
 
     Args:
@@ -345,7 +443,7 @@ def push(
         progress: Called with step, done and total.
 
     Returns:
-        The outcome: url, commit, uploaded, identical, …; with `dry_run` the folder, its files and the card.
+        The outcome; with `dry_run` the folder, its files and the card.
 
     Raises:
         ApproxError: if the folder, a record, the token or the repository is refused, the hub fails, or the downloaded copy

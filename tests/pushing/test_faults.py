@@ -69,7 +69,7 @@ def test_reports_a_fault_in_one_line_and_a_second_run_completes_the_push(convert
     for word in words:
         assert word in str(caught.value)
     hub.faults = []
-    assert api.push(converted, "ada/m")["check"]
+    assert api.push(converted, "ada/m").check
     # What had arrived is not uploaded twice.
     assert len([call for call in hub.calls if call.startswith("PUT")]) <= 1 + 6 * ("PUT" in fault.where)
 
@@ -82,7 +82,7 @@ def test_waits_for_a_slow_hub_that_sometimes_fails(converted, hub):
         Fault("/tree/", 502, times=1),
         Fault("whoami", seconds=0.3),
     ]
-    assert api.push(converted, "ada/m")["uploaded"]
+    assert api.push(converted, "ada/m").uploaded
 
 
 def test_the_next_run_recognises_a_commit_whose_answer_was_lost(converted, hub):
@@ -92,8 +92,8 @@ def test_the_next_run_recognises_a_commit_whose_answer_was_lost(converted, hub):
     first = hub.repos["ada/m"].refs["main"]
     hub.calls.clear()
     done = api.push(converted, "ada/m")
-    assert done["uploaded"] == ["README.md", "approx_manifest.json"]
-    assert first.encode() in hub.repos["ada/m"].commits[done["commit"]]["README.md"]
+    assert done.uploaded == ["README.md", "approx_manifest.json"]
+    assert first.encode() in hub.repos["ada/m"].commits[done.commit]["README.md"]
     assert [call for call in hub.calls if call.startswith("PUT")] == []
 
 
@@ -161,9 +161,9 @@ def test_a_push_that_is_killed_is_completed_by_the_next_and_shows_no_token(conve
     hub.faults = []
     hub.calls.clear()
     done = api.push(converted, "ada/m")
-    assert done["uploaded"] == ["README.md", "approx_manifest.json"]
+    assert done.uploaded == ["README.md", "approx_manifest.json"]
     assert [call for call in hub.calls if call.startswith("PUT")] == []
-    assert re.search(r'"revision": "\w{40}"', hub.repos["ada/m"].commits[done["commit"]]["README.md"].decode())
+    assert re.search(r'"revision": "\w{40}"', hub.repos["ada/m"].commits[done.commit]["README.md"].decode())
     assert token not in said.read_text()
 
 

@@ -84,19 +84,19 @@ def test_a_dry_run_writes_the_whole_folder_and_it_loads(folder, records):
     done = api.push(folder, "ada/m", records=records, dry_run=folder.with_name("dry"), offline=True)
     dry = folder.with_name("dry")
     check_seal(dry)
-    assert done["left"] == ["notes.log"]
-    assert done["files"].keys() == {path.relative_to(dry).as_posix() for path in dry.rglob("*") if path.is_file()}
+    assert done.left == ["notes.log"]
+    assert done.files.keys() == {path.relative_to(dry).as_posix() for path in dry.rglob("*") if path.is_file()}
     assert not any(path.is_symlink() for path in dry.rglob("*"))
     before, after = checkpoint.load(folder), checkpoint.load(dry)
     assert before.weights_sha256 == after.weights_sha256
     assert '"revision": "COMMIT"' in ModelCard.load(dry / "README.md").text
     # What it wrote is itself a folder that can be pushed.
-    assert api.push(dry, "ada/m", dry_run=folder.with_name("again"), offline=True)["files"]
+    assert api.push(dry, "ada/m", dry_run=folder.with_name("again"), offline=True).files
 
 
 def test_pushes_a_separate_chat_template(folder):
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}", encoding="utf-8")
-    assert "chat_template.jinja" in api.push(folder, "ada/m", dry_run=folder.with_name("dry"), offline=True)["files"]
+    assert "chat_template.jinja" in api.push(folder, "ada/m", dry_run=folder.with_name("dry"), offline=True).files
 
 
 def test_names_code_of_the_base_that_is_pushed(folder, monkeypatch):
@@ -118,7 +118,7 @@ def test_a_dry_run_replaces_a_folder_only_with_force_and_never_its_own(folder):
     with pytest.raises(ApproxError, match="--force") as caught:
         api.push(folder, "ada/m", dry_run=folder.with_name("dry"), offline=True)
     assert caught.value.exit_code == Exit.REFUSED
-    assert api.push(folder, "ada/n", dry_run=folder.with_name("dry"), offline=True, force=True)["files"]
+    assert api.push(folder, "ada/n", dry_run=folder.with_name("dry"), offline=True, force=True).files
     assert "ada/n" in (folder.with_name("dry") / "README.md").read_text(encoding="utf-8")
     before = sorted(folder.rglob("*"))
     for inside in (folder, folder / "dry"):
@@ -286,7 +286,7 @@ def test_requires_public_for_a_public_repository(converted, hub):
         api.push(converted, "ada/m")
     api.push(converted, "ada/quiet")
     assert hub.repos["ada/quiet"].private
-    assert "stays so" in " ".join(api.push(converted, "ada/quiet", public=True)["notes"])
+    assert "stays so" in " ".join(api.push(converted, "ada/quiet", public=True).notes)
 
 
 @pytest.mark.sample(0)
@@ -332,7 +332,7 @@ def test_a_dry_run_asks_the_hub_about_the_base_and_goes_on_without_an_answer(fro
     def dry(**options):
         hub.calls.clear()
         done = api.push(from_hub, "ada/m", dry_run=from_hub.with_name("dry"), force=True, **options)
-        return ModelCard(done["card"]).data.get("license"), done["notes"]
+        return ModelCard(done.card).data.get("license"), done.notes
 
     assert dry() == ("gpl-3.0", [])
     assert dry(offline=True)[0] is None
@@ -367,4 +367,4 @@ def test_reports_a_gated_base_whose_card_cannot_be_read(from_hub, hub):
 
 def test_notes_a_missing_licence(from_hub):
     done = api.push(from_hub, "ada/m", dry_run=from_hub.with_name("dry"), offline=True)
-    assert "No licence is known" in done["notes"][0]
+    assert "No licence is known" in done.notes[0]

@@ -18,10 +18,10 @@ from .conftest import Place
 
 def test_uploads_everything_once_and_nothing_the_second_time(converted, place):
     done = api.push(converted, place.repo)
-    assert not done["identical"]
-    assert done["check"].startswith("largest difference 0.0e+00")
+    assert not done.identical
+    assert done.check.startswith("largest difference 0.0e+00")
     info = HfApi().repo_info(place.repo)
-    assert (info.private, info.sha) == (True, done["commit"])
+    assert (info.private, info.sha) == (True, done.commit)
     sealed = json.loads(place.read(MANIFEST))["files"]
     assert set(sealed) | {MANIFEST} <= set(place.files())
     # The card pins the commit that holds the code.
@@ -30,9 +30,9 @@ def test_uploads_everything_once_and_nothing_the_second_time(converted, place):
     assert "COMMIT" in place.read("README.md", pinned[0])
     assert place.read("config.json", pinned[0]) == place.read("config.json")
     again = api.push(converted, place.repo)
-    assert again["identical"]
-    assert again["uploaded"] == []
-    assert again["commit"] == done["commit"]
+    assert again.identical
+    assert again.uploaded == []
+    assert again.commit == done.commit
 
 
 @pytest.mark.sample(0)
@@ -40,7 +40,7 @@ def test_another_model_replaces_all_files_of_the_first(converted, other, place):
     api.push(converted, place.repo)
     place.write("notes.txt", "written on the hub")
     done = api.push(other, place.repo)
-    assert "approx_mechanisms_local.py" in done["deleted"]
+    assert "approx_mechanisms_local.py" in done.deleted
     files = place.files()
     assert "approx_mechanisms_linear.py" in files
     assert "approx_mechanisms_local.py" not in files
@@ -48,10 +48,10 @@ def test_another_model_replaces_all_files_of_the_first(converted, other, place):
 
 
 def test_a_branch_is_created(converted, place):
-    assert api.push(converted, place.repo, revision="second")["commit"]
+    assert api.push(converted, place.repo, revision="second").commit
     assert "model.safetensors" in place.files("second")
     assert "model.safetensors" not in place.files("main")
-    assert api.push(converted, place.repo, revision="second")["identical"]
+    assert api.push(converted, place.repo, revision="second").identical
 
 
 @pytest.mark.sample(0)
@@ -59,18 +59,18 @@ def test_a_push_to_a_branch_leaves_main_and_is_compared_with_its_own_commit(conv
     first = api.push(converted, "ada/m", public=True)
     done = api.push(other, "ada/m", revision="second", public=True)
     refs = hub.repos["ada/m"].refs
-    assert (refs["main"], refs["second"]) == (first["commit"], done["commit"])
+    assert (refs["main"], refs["second"]) == (first.commit, done.commit)
     assert "approx_mechanisms_linear.py" in Place("ada/m").files("second")
     assert "approx_mechanisms_linear.py" not in Place("ada/m").files()
     # A new branch begins with the files of main; those of the other model go.
-    assert "approx_mechanisms_local.py" in done["deleted"]
+    assert "approx_mechanisms_local.py" in done.deleted
     assert "approx_mechanisms_local.py" not in Place("ada/m").files("second")
     same = api.push(converted, "ada/m", revision="third", public=True)
-    assert refs["third"] == refs["main"] == same["commit"]
-    assert (same["identical"], same["uploaded"]) == (False, [])
+    assert refs["third"] == refs["main"] == same.commit
+    assert (same.identical, same.uploaded) == (False, [])
     # What it said is what is there.
-    assert (done["repo"], done["private"], done["pull_request"]) == ("ada/m", False, None)
-    assert done["url"] == f"{hub.endpoint}/ada/m"
+    assert (done.repo, done.private, done.pull_request) == ("ada/m", False, None)
+    assert done.url == f"{hub.endpoint}/ada/m"
 
 
 @pytest.mark.sample(0)
@@ -103,7 +103,7 @@ def test_shows_its_changes_before_it_uploads(converted, other, hub):
     assert (first.new, first.private, first.create_pr, first.deleted) == (True, True, False, [])
     assert (second.new, second.private, second.revision) == (False, True, "two")
     assert sorted(first.written) == [name for name, _ in first.files]
-    sizes = {name: len(content) for name, content in hub.repos["ada/m"].commits[done["commit"]].items()}
+    sizes = {name: len(content) for name, content in hub.repos["ada/m"].commits[done.commit].items()}
     assert {name: size for name, size in second.files if name not in ("README.md", MANIFEST)}.items() <= sizes.items()
     assert "COMMIT" in first.card
     assert second.left == []
@@ -124,12 +124,12 @@ def test_a_pull_request_is_opened_once(converted, other, place):
         if "takes no pull requests" not in str(error):
             raise
         pytest.skip("this hub has no pull requests")
-    assert "/discussions/1" in done["pull_request"]
+    assert "/discussions/1" in str(done.pull_request)
     assert "approx_mechanisms_linear.py" in place.files("refs/pr/1")
     assert "approx_mechanisms_linear.py" not in place.files()
     again = api.push(other, place.repo, create_pr=True)
-    assert again["identical"]
-    assert again["url"] == done["pull_request"]
+    assert again.identical
+    assert again.url == done.pull_request
 
 
 @pytest.mark.sample(1)
@@ -234,7 +234,7 @@ def test_nothing_is_uploaded_without_consent(converted, hub):
 def test_a_long_list_of_files_comes_in_pages(converted, hub):
     hub.page = 3
     api.push(converted, "ada/m")
-    assert api.push(converted, "ada/m")["identical"]
+    assert api.push(converted, "ada/m").identical
     assert len(Place("ada/m").files()) > 3
 
 
@@ -244,7 +244,7 @@ def test_the_pushed_model_runs_in_a_pipeline_at_its_pinned_commit(converted, hub
     from transformers import pipeline
 
     done = api.push(converted, "ada/m")
-    classify = pipeline("text-classification", model="ada/m", revision=done["commit"])
+    classify = pipeline("text-classification", model="ada/m", revision=done.commit)
     assert classify("the film is good")[0]["label"] in ("negative", "positive")
     card = Place("ada/m").read("README.md")
     assert 'pipeline("text-classification", model="ada/m", **pinned)' in card
@@ -261,7 +261,7 @@ def test_the_card_has_the_fields_that_the_user_states(converted, hub, tmp_path):
     def pushed(repo, **said):
         done = api.push(folder, repo, **said)
         made = ModelCard(Place(repo).read("README.md"))
-        return done["notes"], made.data.to_dict(), made.text
+        return done.notes, made.data.to_dict(), made.text
 
     notes, data, _ = pushed("ada/plain")
     assert ("base_model" in data, data["license"], data["license_name"]) == (False, "other", "theirs")

@@ -39,7 +39,7 @@ def read(folder: Path, text: str) -> recipe.Recipe:
 def test_a_run_pushes_its_variant_with_its_record_and_only_once(study, hub, tmp_path):
     asked, outcomes = read(tmp_path, study + PUSH), []
     made = run(asked, tmp_path / "run", command=f"approx run {HOME}/ada/study.yaml", pushed=outcomes.append)
-    files = hub.repos["ada/study"].commits[outcomes[0]["commit"]]
+    files = hub.repos["ada/study"].commits[outcomes[0].commit]
     assert hub.repos["ada/study"].private
     assert {"model.safetensors", "approx_mechanisms_linear.py", "records/record-1.json"} <= files.keys()
     pushed = json.loads(files["records/record-1.json"])
@@ -76,10 +76,10 @@ def test_resumes_a_run_that_stopped_while_pushing(study, hub, tmp_path, stop):
     steps, outcomes = [], []
     run(asked, out, resume=True, progress=lambda stage, *_: steps.append(stage), pushed=outcomes.append)
     assert not [stage for stage in steps if stage.startswith(("convert to", "evaluate"))]
-    assert outcomes[0]["check"].startswith("largest difference 0.0e+00")
+    assert outcomes[0].check.startswith("largest difference 0.0e+00")
     commits = hub.repos["ada/study"].commits
     assert commits[hub.repos["ada/study"].refs["main"]]["records/record-1.json"]
-    assert outcomes[0]["identical"] == (stop == "interrupted")
+    assert outcomes[0].identical == (stop == "interrupted")
     # Weights were sent once.
     assert sum(call.startswith("PUT /lfs/") for call in hub.calls) == 1
 
@@ -127,12 +127,12 @@ def test_without_a_push_the_folder_is_written_and_no_hub_is_asked(study, hub, tm
     assert not (tmp_path / "run").exists()
     answer = call("--no-push", "--offline")
     assert answer.exit_code == 0, answer.stderr
-    assert "run/push/ada--study holds what would be" in answer.stdout.replace("\n", "")
+    assert "run/push/ada--study; nothing was sent" in answer.stdout.replace("\n", "")
     assert (tmp_path / "run" / "push" / "ada--study" / "records" / "record-1.json").is_file()
     assert hub.calls == []
     # The same run pushes when it is allowed to.
     answer = call("--resume")
-    assert "Pushed: " in answer.stdout
+    assert "Pushed to " in answer.stdout
     assert "(private), commit " in answer.stdout
     read(tmp_path, study)
     assert "has no 'push'" in call("--no-push", "--force").stderr
@@ -148,7 +148,7 @@ def test_pushes_a_healed_variant_with_its_results_after_training(study, hub, tmp
     heal = f"heal: {{recover: task, task: glue/sst2, data: {data}, steps: 20, batch_size: 8, learning_rate: 0.01}}\n"
     outcomes, out = [], tmp_path / "run"
     made = run(read(tmp_path, study + heal + PUSH), out, pushed=outcomes.append)
-    files = hub.repos["ada/study"].commits[outcomes[0]["commit"]]
+    files = hub.repos["ada/study"].commits[outcomes[0].commit]
     weights = {
         place: (out / place / "model.safetensors").read_bytes() for place in ("healed/linear-0", "converted/linear")
     }

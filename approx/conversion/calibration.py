@@ -2,10 +2,10 @@
 
 import hashlib
 import io
-from collections.abc import Collection, Iterable, Iterator
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from math import gcd
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from approx.checkpoints import checkpoint
 from approx.errors import ApproxError, Exit
+from approx.mechanisms.exact_part import ExactPart
 from approx.mechanisms.mechanism import Mechanism
 from approx.planning import positions
 from approx.planning.positions import example_inputs, samples
@@ -61,6 +62,54 @@ TEXT = (
     "than a third of what the old men remembered, but memory, as the clerk liked to say, is an excellent fisherman. "
     "Maria's report lies in the library, on the second shelf to the left of the window. On its last page she thanks "
     "her grandfather for 14,231 mornings, and for the three winters that he had the honesty to cross out. "
+    "The library itself had been a school until the year of the great flood. Its walls still bear a line of blue "
+    "tiles that shows how high the water stood, a little above the desks, and visitors measure their children against "
+    "it. Ten thousand books came later, most of them from a retired ship's doctor named Emil Harding, who had read in "
+    "every port between Lisbon and Valparaíso and could not throw anything away. He left his collection to the town "
+    "on one condition: nobody was ever to be asked why they wanted to read something. The first librarian had that "
+    "sentence carved over the door. The second had it explained in four languages. The third, a cheerful young man "
+    "called Joseph Adeyemi, simply unlocked the place at seven each morning, put a kettle on the stove, and let "
+    "people in before the opening hours. It was there that the argument about the bridge began. For a hundred and "
+    "sixty years a ferry had crossed the river mouth, twelve minutes each way, with room for six carts or, nowadays, "
+    "nine small cars. Then an insurance firm offered to build its headquarters on the far side, provided that a road "
+    "led to it. A bridge would cost eighty million, of which the government promised half. Supporters pointed to the "
+    "ambulance: last winter it had waited forty minutes for the ice to clear while a carpenter with a broken hip lay "
+    "shivering under three coats. Opponents pointed at everything else. Geese nested on the sandbanks; tankers needed "
+    "thirty metres of free height; and who, asked the baker, would still stop for bread if the traffic flew past "
+    "above the roofs? Joseph suggested that both camps write down what they would accept as proof that they were "
+    "wrong. People laughed at first. Yet on Tuesday evening twenty-three of them sat at the long table with pencils, "
+    "and the answers, when he read them aloud without names, turned out to be surprisingly short. If fewer than fifty "
+    "ambulances a year had to wait, wrote one, I would keep the ferry. If the geese have other places, build it. If "
+    "my rent rises, stop. Somebody had drawn a tunnel. Somebody else confessed that she was against the bridge "
+    "chiefly because her former husband was for it, which, she added, was not an argument and would not change. So "
+    "they counted. A nurse copied the logbook of the emergency service, leaving out every name: in five years the "
+    "boat had been late thirty-one times, nine of them at night. Two students followed the geese with binoculars and "
+    "a borrowed drone until the birds lost patience and chased it into a hedge. The harbour pilot lent his tables of "
+    "tides. A surveyor explained, using a bread roll and two forks, why a low bridge that opens is cheaper than a "
+    "high one that does not, and why it breaks down more often. By November the wall behind the stove was covered "
+    "with paper, and the kettle had been replaced by a larger one. None of this decided anything, of course. What "
+    "decided it was an accountant from the ministry, a grey lady with excellent shoes, who spent a weekend reading "
+    "the wall from left to right. She asked only one thing: how many of the people who crossed on an ordinary Monday "
+    "would also cross if it took three minutes instead of twelve? No one knew. They had counted ambulances, geese, "
+    "ships, nails and rolls, but not themselves. The ferryman, who had said nothing all autumn, took a bundle of "
+    "ticket stubs out of his jacket. He had kept them since his father died, he said, because it seemed wrong to burn "
+    "them. There were a quarter of a million, sorted by weekday and tied with fishing line. It took the students "
+    "until Easter to type them in. Mondays were busy, as everybody had supposed, but not with commuters. Nearly half "
+    "of the passengers travelled in the morning with empty baskets and came back before lunch with full ones, and "
+    "most of these were over seventy. They went to the market across the water since it was cheaper, and, as one of "
+    "them remarked when she was shown her own dot on the chart, because one meets people on a boat. A bridge would "
+    "have carried the cars of the insurance firm. It would not have carried that conversation. The firm, meanwhile, "
+    "had found a site with a railway station and politely withdrew its plans. In the end a second ferry was bought, "
+    "used, from an island that no longer needed it. It has a heated cabin, a stretcher that folds out of the wall, "
+    "and a hull that breaks ice as thick as a hand. Since then the ambulance has waited twice, both times for a flock "
+    "of geese. The drawings for the bridge hang in the reading room beside the tide tables, where engineers on "
+    "holiday sometimes stop, frown, and take out a pencil. Joseph lets them. He keeps an eraser ready in the drawer "
+    "under the dictionary, together with spare fuses, a tin of peppermints and a very old thermometer that somebody, "
+    "years ago, had labelled broken in a proud and careful hand. The green boat, too, has found its way here, at "
+    'least on paper: its old log lies open under glass at the page for the sixth dry day. "Engine stopped," it says, '
+    '"wind nil, bank two miles long, captain owes the ladies four biscuits and an apology." Below it, in another ink, '
+    "a child has added a whale, a compass and the words please turn over, and whoever does so, which the glass makes "
+    "difficult, finds nothing but the name of the printer and the price of a dozen sheets."
 )
 
 
@@ -115,6 +164,54 @@ def calibrate(model: Any, inputs: dict[str, Tensor] | None, only: Collection[Mec
         raise ApproxError(
             f"The calibration batch did not reach {len(waiting)} layers. Pass inputs that use the whole model."
         )
+    fitted = [each for each in chosen if isinstance(each, ExactPart) and each.has_exact_part and each.takes_calibration]
+    _fit_together(model, inputs, fitted)
+
+
+# Logarithms of a factor of all far parts that are tried in turn; after the last nothing of them is left, within rounding.
+_TOGETHER = (0.0, -1.0, -2.0, -4.0, -16.0)
+
+
+@torch.no_grad()
+def _fit_together(model: Any, inputs: dict[str, Tensor], parts: Sequence[ExactPart]) -> None:
+    """Weaken the far parts of all layers by one factor as long as that brings the model's outputs closer to exact ones.
+
+    What is best for each layer may be too much for all of them, since their errors add up.
+    """
+    if not parts:
+        return
+    with all_open(model), evaluating(model):
+        with exactly(model):
+            exact = _hidden(model, inputs)
+        least, factor = math.inf, 0.0
+        for log in _TOGETHER:
+            for part in parts:
+                part.weaken(log - factor)
+            apart = _apart(_hidden(model, inputs), exact, inputs.get("attention_mask"))
+            if not apart < least:
+                for part in parts:
+                    part.weaken(factor - log)
+                return
+            least, factor = apart, log
+
+
+def _hidden(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """The last hidden states of a model, [B, L, D], or the first outputs of one without a base."""
+    seen: list[Tensor] = []
+    hook = model.base_model.register_forward_hook(lambda module, given, outputs: seen.append(outputs[0]))
+    try:
+        model(**inputs)
+    finally:
+        hook.remove()
+    return seen[-1].float()
+
+
+def _apart(outputs: Tensor, exact: Tensor, mask: Tensor | None) -> float:
+    """The squared error of outputs, relative to their variance over the real tokens."""
+    if mask is not None and mask.shape == exact.shape[:2]:
+        outputs, exact = outputs[mask.bool()], exact[mask.bool()]
+    outputs, exact = (x.flatten(0, -2) for x in (outputs, exact))
+    return float((outputs - exact).square().sum() / (exact - exact.mean(0)).square().sum().clamp(min=1e-30))
 
 
 @contextmanager
@@ -270,8 +367,9 @@ def _wanted(kind: str) -> str:
 def calibration_length(model: Any) -> int:
     """Tokens per calibration row: enough for all layers to approximate, if positions and memory allow.
 
-    1,024 tokens, or 512 frames of speech, or twice the length from which all layers approximate if that is more; at
-    most 2,048 and at most the model's positions.
+    1,024 tokens, or 512 frames of speech, or twice the length from which all layers approximate if that is more; 2,048 if
+    decoders weigh far keys, since a weight that is fitted to short texts is too much for long ones; at most 2,048 and at most
+    the model's positions.
 
     Args:
         model: A converted model, fitted or not.
@@ -279,6 +377,8 @@ def calibration_length(model: Any) -> int:
     wanted = _USUAL_FRAMES if model.main_input_name in _SOUND else _USUAL_TOKENS
     for mechanism in mechanisms(model):
         start = mechanism.approximates_from()
+        if isinstance(mechanism, ExactPart) and mechanism.causal and mechanism.takes_calibration:
+            wanted = _MOST_TOKENS
         if start is not None:
             wanted = max(wanted, 2 * max(start, mechanism.exact_below))
     return min(wanted, _MOST_TOKENS, positions.limit(model.config) or wanted)
@@ -360,7 +460,7 @@ def _heard(source: checkpoint.Source, model: Any, file: CalibrationFile, length:
     sound, rate = file.sound()
     wanted = extractor.sampling_rate
     if rate != wanted:
-        common = gcd(rate, wanted)
+        common = math.gcd(rate, wanted)
         sound = resample_poly(sound, wanted // common, rate // common)
     kind = model.main_input_name
     if kind == "input_features":

@@ -1,10 +1,13 @@
 """Calibration: fitting mechanisms to inputs during conversion, and measuring the error of each layer on them."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from approx.conversion import surgery, verify
+from approx.conversion.calibration import calibrate, exactly
 from approx.conversion.verify import layer_damage, not_measured
 from approx.errors import ApproxError
 from approx.mechanisms import MECHANISMS
@@ -166,6 +169,38 @@ def test_a_mechanism_that_must_be_finetuned_says_so():
     assert "fine-tuned" in warning
     surgery.revert(model)
     assert surgery.convert(model, Plan.of("lsh")).warnings == []
+
+
+@pytest.mark.parametrize("name", ["linear", "performer", "lsh"])
+def test_far_parts_that_are_too_strong_together_are_weakened_together(name, monkeypatch):
+    model = tiny("LlamaModel", max_position_embeddings=256)
+    inputs = example_inputs(model, 192)
+    surgery.exchange(model, Plan.of(name, window=8, sinks=1))
+    parts = mechanisms(model)
+
+    def apart(log: float) -> float:
+        """How far outputs are from exact ones with all far parts times `exp(log)`."""
+        with torch.no_grad():
+            for part in parts:
+                part.weaken(log)
+            made = model(**inputs)[0]
+            for part in parts:
+                part.weaken(-log)
+        return float((made - exact).square().sum())
+
+    with exactly(model), torch.no_grad():
+        exact = model(**inputs)[0]
+    # As if each layer's own fit had been much too strong.
+    fit = type(parts[0]).calibrate
+
+    def too_strong(self: Any, *tensors: Any, **more: Any) -> None:
+        fit(self, *tensors, **more)
+        self.weaken(3.0)
+
+    monkeypatch.setattr(type(parts[0]), "calibrate", too_strong)
+    calibrate(model, inputs)
+    assert apart(0.0) < 0.9 * apart(2.0)
+    assert apart(0.0) <= 1.001 * apart(-16.0)
 
 
 def test_layers_that_the_calibration_text_is_too_short_for_have_no_error():

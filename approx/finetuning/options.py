@@ -134,8 +134,8 @@ class FinetuneStage(Model):
         schedule: How the rate falls after that, as transformers does it: cosine or linear to 0 at the end, constant, or
             warmup_stable_decay, linear in the last fifth.
         weight_decay: Decay of the base's matrices. Default: 0.01.
-        dropout: Dropout of the model in distill, task, clm and mlm. Default: what its config says. Adapters have their
-            own.
+        dropout: Dropout of the model in distill, task, clm and mlm. Default: none in distill, and otherwise what its config
+            says. Adapters have their own.
         transfer: A setting of transfer alone: learning_rate, steps, batch_size, warm_up, schedule or weight_decay.
         keep_exact: Keep so many of the converted layers exact: those whose conversion alone moves the model's outputs most,
             measured on training inputs before the first step.

@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import functools
 import hashlib
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -44,8 +45,10 @@ from approx.tasks import open_task
 from approx.tasks.table import is_hub
 from approx.tasks.task import Split, Task
 from approx_kernels.cpu.compile import compiler_obstacle
-from approx_kernels.dispatch.findings import found, instructions
+from approx_kernels.dispatch.findings import found, instructions, multiplies_bfloat16
 from approx_kernels.dispatch.implementation import chosen_in
+
+_LOG = logging.getLogger(__name__)
 
 
 def in_memory(model: Any, processor: Any, *, offline: bool = False, reads: bool = True) -> Checkpoint:
@@ -322,12 +325,19 @@ def open_all(
     """
     device = choose_device(device)
     _check_choice("dtype", dtype)
-    return {
+    opened = {
         label: checkpoint.load(
             name, dtype=dtype, device=device, revision=revision, offline=offline, merge_adapter=merge_adapter
         )
         for label, name in names.items()
     }
+    halves = {str(one.model.dtype).removeprefix("torch.") for one in opened.values()} & {"bfloat16", "float16"}
+    if halves and device == "cpu" and dtype == "auto" and not multiplies_bfloat16():
+        _LOG.info(
+            "The checkpoint is stored in %s, for which this processor has no instructions: --dtype float32 is faster.",
+            " and ".join(sorted(halves)),
+        )
+    return opened
 
 
 def under_exact_attention(converted: checkpoint.Checkpoint) -> checkpoint.Checkpoint:

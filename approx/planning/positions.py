@@ -54,6 +54,9 @@ def example_inputs(
         # Some families derive missing decoder tokens from the encoder's, others require them.
         if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in signature(model.forward).parameters:
             inputs["decoder_input_ids"] = tokens(length)
+    elif kind == "input_values" and not hasattr(config, "inputs_to_logits_ratio") and hasattr(config, "num_mel_bins"):
+        # A spectrogram of one size, as an image.
+        inputs, positions_per_step = {kind: real(batch, config.max_length, config.num_mel_bins)}, 0
     elif kind == "input_values":
         positions_per_step = config.inputs_to_logits_ratio
         inputs = {"input_values": real(batch, samples(config, length))}
@@ -65,7 +68,10 @@ def example_inputs(
         inputs["decoder_input_ids"] = tokens(min(length, most))
         positions_per_step = 0
     elif kind == "pixel_values":
-        inputs = {"pixel_values": real(batch, config.num_channels, config.image_size, config.image_size)}
+        size = config.image_size
+        sides = (size, size) if isinstance(size, int) else tuple(size)
+        frames = (config.num_frames,) if hasattr(config, "num_frames") else ()
+        inputs = {"pixel_values": real(batch, *frames, config.num_channels, *sides)}
         positions_per_step = 0
     else:
         raise ApproxError(
@@ -93,7 +99,8 @@ def samples(config: Any, length: int) -> int:
 def seconds_per_position(config: Any, input_name: str) -> float | None:
     """Seconds of sound in one position of the attention, for models that read sound of any length; else None."""
     # Configs do not tell the rate; every model of these families was trained at this one.
-    return config.inputs_to_logits_ratio / _RATE if input_name == "input_values" else None
+    ratio = getattr(config, "inputs_to_logits_ratio", None)
+    return ratio / _RATE if input_name == "input_values" and ratio else None
 
 
 # Only learned tables: Wav2Vec2 and HuBERT have convolutional positions, Llama rotary ones, ViT and Whisper a fixed

@@ -162,8 +162,11 @@ def test_a_mode_has_a_schedule_of_its_own(sst2):
     assert [phase.schedule for phase in made.phases] == ["linear", "constant"]
 
 
-@pytest.mark.parametrize(("share", "differ"), [(0.0, False), (0.3, True), (None, True)])
-def test_dropout_while_training_is_what_was_asked_for(share, differ, sst2, tmp_path):
+@pytest.mark.parametrize(
+    ("mode", "share", "differ"),
+    [("task", 0.0, False), ("task", 0.3, True), ("task", None, True), ("distill", None, False), ("distill", 0.3, True)],
+)
+def test_dropout_while_training_is_what_was_asked_for(mode, share, differ, sst2, tmp_path):
     model, seen = model_of(), set()
     inner = model.bert.encoder.layer[0]
     before = {name: module.p for name, module in model.named_modules() if isinstance(module, torch.nn.Dropout)}
@@ -173,9 +176,11 @@ def test_dropout_while_training_is_what_was_asked_for(share, differ, sst2, tmp_p
             seen.update(each.p for each in model.modules() if isinstance(each, torch.nn.Dropout))
 
     hook = inner.register_forward_hook(look)
-    trained(model, tmp_path / "work", options_of(sst2, steps=2, dropout=share))
+    trained(model, tmp_path / "work", options_of(sst2, recover=[mode], steps=2, dropout=share))
     hook.remove()
-    assert seen == ({0.1} if share is None else {share})
+    # The teacher, in evaluation mode, is not seen.
+    share = (0.0 if mode == "distill" else 0.1) if share is None else share
+    assert seen == {share}
     assert before == {name: module.p for name, module in model.named_modules() if isinstance(module, torch.nn.Dropout)}
     inputs = {"input_ids": torch.arange(4, 12)[None]}
     with dropout(model.train(), share), torch.no_grad():

@@ -82,6 +82,20 @@ def test_loads_the_model_in_the_requested_dtype(folders):
     assert one.model.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize(
+    ("hardware", "dtype", "said"), [(False, "auto", True), (True, "auto", False), (False, "float32", False)]
+)
+def test_half_precision_that_the_processor_lacks_is_said_to_be_slow(
+    hardware, dtype, said, tmp_path, monkeypatch, caplog
+):
+    model = tiny("BertModel").bfloat16()
+    model.save_pretrained(tmp_path / "half")
+    monkeypatch.setattr(measure, "multiplies_bfloat16", lambda: hardware)
+    with caplog.at_level("INFO", "approx.measuring"):
+        measure.open_all({BASE: str(tmp_path / "half")}, "cpu", dtype)
+    assert ("stored in bfloat16" in caplog.text and "--dtype float32" in caplog.text) == said
+
+
 def test_under_exact_attention_a_variant_computes_what_its_base_does(opened):
     base, variant = opened.values()
     assert not torch.allclose(logits(variant.model), logits(base.model), atol=1e-6)

@@ -2,12 +2,30 @@
 
 import pytest
 import torch
+import transformers
 
 from approx.planning.positions import example_inputs, samples
 from zoo import tiny
 
 
 @pytest.mark.parametrize(("size", "low"), [(1, 0), (2, 1), (6, 5), (8, 5)])
+@pytest.mark.parametrize(
+    ("architecture", "changes", "shape"),
+    [
+        ("ASTModel", {"max_length": 40, "num_mel_bins": 16}, (2, 40, 16)),
+        ("VideoMAEModel", {"image_size": 16, "patch_size": 8, "num_frames": 4}, (2, 4, 3, 16, 16)),
+        ("ViTModel", {"image_size": [16, 24], "patch_size": 8}, (2, 3, 16, 24)),
+    ],
+)
+def test_spectrograms_videos_and_oblong_images_have_the_size_that_the_config_names(architecture, changes, shape):
+    kind = getattr(transformers, architecture)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    model = kind(kind.config_class(**sizes, **changes)).eval()
+    inputs = example_inputs(model, 8, batch=2)
+    assert inputs[model.main_input_name].shape == shape
+    assert model(**inputs)[0].isfinite().all()
+
+
 def test_tokens_are_ordinary_ones_of_the_vocabulary(size, low):
     ids = example_inputs(tiny("BertModel", vocab_size=size, pad_token_id=0), 60, batch=2)["input_ids"]
     assert set(ids.flatten().tolist()) == set(range(low, size))

@@ -121,6 +121,11 @@ def instructions() -> str:
     return torch.backends.cpu.get_cpu_capability() + next((name for flag, name in halves.items() if flag in flags), "")
 
 
+def multiplies_bfloat16() -> bool:
+    """Whether this processor has instructions for products in bfloat16; others convert to float32 and back, which is slow."""
+    return instructions().endswith((" and AMX", " and BF16"))
+
+
 def generation() -> dict[str, str]:
     """This processor's family and model numbers, if known: virtual machines may share a name across models."""
     facts = processor_facts()

@@ -199,18 +199,29 @@ def needed(entry: QualityVariant, task: Quality) -> str | None:
 
 
 def loss(entry: QualityVariant, task: Quality) -> str:
-    """Say what a difference of scores means: loses 0.3 ± 0.7 points of accuracy."""
+    """Say what a difference of scores means: loses 0.3 ± 0.7 points of accuracy.
+
+    An interval that reaches much farther to one side, as where rare losses may hide, is written with both ends.
+    """
     if entry.interval is None:
         return f"has {change(entry, task)} {units(task)}, measured on a single example or group,"
     difference, (low, high) = entry.difference * scale(task), (end * scale(task) for end in entry.interval)
-    half = max(high - difference, difference - low)
-    digits = 1 if half >= 0.05 else 2 if task.fraction else 3
+    near, half = sorted((high - difference, difference - low))
+    lopsided = half > _LOPSIDED * near > 0
+    digits = 1 if (near if lopsided else half) >= 0.05 else 2 if task.fraction else 3
     amount = decimal(abs(difference), digits)
+    within, between = f" ± {decimal(half, digits)}", ""
+    if lopsided:
+        within, between = "", f" (between {signed(low, digits)} and {signed(high, digits)})"
     if amount == decimal(0.0, digits):
-        return f"scores the same ± {decimal(half, digits)} {units(task)}"
+        return f"scores the same{within}{between} {units(task)}"
     if task.lower_is_better:
-        return f"has {amount} ± {decimal(half, digits)} {'more' if difference > 0 else 'fewer'} {units(task)}"
-    return f"{'loses' if difference < 0 else 'gains'} {amount} ± {decimal(half, digits)} {units(task)}"
+        return f"has {amount}{within} {'more' if difference > 0 else 'fewer'} {units(task)}{between}"
+    return f"{'loses' if difference < 0 else 'gains'} {amount}{within} {units(task)}{between}"
+
+
+# One side of an interval that is so many times as long as the other is not written as ±.
+_LOPSIDED = 5
 
 
 def tested(entry: QualityVariant) -> bool:

@@ -77,6 +77,8 @@ def test_numbers(text: str, expected: str):
         (0.0, [-0.0005, 0.0005], "scores the same ± 0.1 points of accuracy"),
         # The wider side is shown.
         (0.01, [-0.03, 0.02], "gains 1.0 ± 4.0 points of accuracy"),
+        (0.0, [-0.02, 0.001], "scores the same (between −2.0 and +0.1) points of accuracy"),
+        (-0.034, [-0.655, -0.019], "loses 3.4 points of accuracy (between −65.5 and −1.9)"),
         (0.0003, [0.0002, 0.0004], "gains 0.03 ± 0.01 points of accuracy"),
         (-0.003, None, "has −0.3 points of accuracy, measured on a single example or group,"),
     ],
@@ -104,6 +106,8 @@ def test_a_difference_of_other_scores_keeps_their_units():
     assert wording.loss(fewer, task) == "has 0.020 ± 0.010 fewer bits per byte"
     much = part_of(QualityVariant, **worse | {"difference": 0.5, "interval": [0.45, 0.55]})
     assert wording.loss(much, task) == "has 0.5 ± 0.1 more bits per byte"
+    lopsided = part_of(QualityVariant, **worse | {"difference": 0.0336, "interval": [0.019, 0.655]})
+    assert wording.loss(lopsided, task) == "has 0.034 more bits per byte (between +0.019 and +0.655)"
     higher = part_of(Quality, metric="score", fraction=False)
     assert wording.loss(entry, higher) == "gains 0.021 ± 0.010 score"
 

@@ -289,15 +289,15 @@ def _healed(made: Record, name: str) -> str:
             text = f"{_against(metric, after.scores[metric], exact)}, {_direction(metric, after)}"
         rows.append(f"| {BASE} | {' | '.join(cells)} | {text} | {_training(trained.get(TRAINED))} |")
         for variant in made.variants:
-            healed = scored.get(variant.name + HEALED)
-            if healed is None:
+            if variant.name not in scored or variant.name.endswith((HEALED, TRAINED)):
                 continue
-            value = healed.scores[metric]
+            healed = scored.get(variant.name + HEALED)
+            best = healed or scored[variant.name]
             cells = [
                 _with_interval(metric, scored[variant.name]),
-                _with_interval(metric, healed),
-                f"{_against(metric, value, exact)}, {_direction(metric, healed)}",
-                _training(trained.get(healed.name)),
+                "–" if healed is None else _with_interval(metric, healed),
+                f"{_against(metric, best.scores[metric], exact)}, {_direction(metric, best)}",
+                "–" if healed is None else _training(trained.get(healed.name)),
             ]
             rows.append(f"| {variant.name} | {' | '.join(cells)} |")
     return "\n".join([*rows, "", f"From {sources.where(made, name, '../reports')}.", ""])
@@ -308,8 +308,8 @@ def _against(metric: str, value: float, exact: float) -> str:
     if not METRICS[metric].lower_is_better:
         return f"{100 * value / exact:.1f} % kept"
     if METRICS[metric].fraction:
-        return f"{100 * (value - exact):+.1f} points"
-    return f"{100 * (value / exact - 1):+.1f} %"
+        return f"{wording.signed(100 * (value - exact), 1)} points"
+    return f"{wording.signed(100 * (value / exact - 1), 1)} %"
 
 
 def _score(metric: str, value: float) -> str:
@@ -323,7 +323,7 @@ def _with_interval(metric: str, variant: QualityVariant) -> str:
     scale, digits = (100, 1) if METRICS[metric].fraction else (1, 4)
     low, high = (scale * end for end in variant.interval)
     exact = "" if wording.tested(variant) else "; attention is exact on these inputs"
-    return f"{score} ({low:+.{digits}f} … {high:+.{digits}f}{exact})"
+    return f"{score} ({wording.signed(low, digits)} … {wording.signed(high, digits)}{exact})"
 
 
 def _direction(metric: str, variant: QualityVariant) -> str:

@@ -186,13 +186,21 @@ def _fit_together(model: Any, inputs: dict[str, Tensor], parts: Sequence[ExactPa
         least, factor = math.inf, 0.0
         for log in _TOGETHER:
             for part in parts:
-                part.weaken(log - factor)
+                weaken(part, log - factor)
             apart = _apart(_hidden(model, inputs), exact, inputs.get("attention_mask"))
             if not apart < least:
                 for part in parts:
-                    part.weaken(factor - log)
+                    weaken(part, factor - log)
                 return
             least, factor = apart, log
+
+
+@torch.no_grad()
+def weaken(part: ExactPart, log: float) -> None:
+    """Multiply the far part of every head by `exp(log)`."""
+    # Where queries have a gate, its last number stands for the factor.
+    gate = getattr(part, "query_gate", None)
+    (part.far_weight if gate is None else gate[:, -1]).add_(log)
 
 
 def _hidden(model: Any, inputs: dict[str, Tensor]) -> Tensor:

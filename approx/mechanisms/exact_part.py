@@ -137,11 +137,6 @@ class ExactPart(Mechanism, abstract=True):
             exact = exact_attention(q, k, v, key_mask, causal=self.causal, scale=self.scale).to(near.out.dtype)
             self.far_weight.copy_(best_factor(exact, near, [far], real)[0])
 
-    @torch.no_grad()
-    def weaken(self, log: float) -> None:
-        """Multiply the far part of every head by `exp(log)`."""
-        self.far_weight.add_(log)
-
     @classmethod
     def exact_settings(cls, length: int) -> dict[str, Any]:
         """A window as wide as the sequence, which leaves no far key."""

@@ -287,12 +287,6 @@ class LinearAttention(ExactPart):
         for name, x in best.items():
             getattr(self, name).data.copy_(x)
 
-    @torch.no_grad()
-    def weaken(self, log: float) -> None:
-        """Multiply the far part of every head by `exp(log)`."""
-        assert self.query_gate is not None, "only a gate weighs far keys"
-        self.query_gate[:, -1] += log
-
     def forward(
         self,
         q: Tensor,

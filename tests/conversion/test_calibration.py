@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from approx.conversion import surgery, verify
-from approx.conversion.calibration import calibrate, exactly
+from approx.conversion.calibration import calibrate, exactly, weaken
 from approx.conversion.verify import layer_damage, not_measured
 from approx.errors import ApproxError
 from approx.mechanisms import MECHANISMS
@@ -180,12 +180,12 @@ def test_far_parts_that_are_too_strong_together_are_weakened_together(name, monk
 
     def apart(log: float) -> float:
         """How far outputs are from exact ones with all far parts times `exp(log)`."""
+        for part in parts:
+            weaken(part, log)
         with torch.no_grad():
-            for part in parts:
-                part.weaken(log)
             made = model(**inputs)[0]
-            for part in parts:
-                part.weaken(-log)
+        for part in parts:
+            weaken(part, -log)
         return float((made - exact).square().sum())
 
     with exactly(model), torch.no_grad():
@@ -195,7 +195,7 @@ def test_far_parts_that_are_too_strong_together_are_weakened_together(name, monk
 
     def too_strong(self: Any, *tensors: Any, **more: Any) -> None:
         fit(self, *tensors, **more)
-        self.weaken(3.0)
+        weaken(self, 3.0)
 
     monkeypatch.setattr(type(parts[0]), "calibrate", too_strong)
     calibrate(model, inputs)

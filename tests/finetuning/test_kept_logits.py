@@ -93,6 +93,8 @@ def test_what_is_not_kept_counts_as_one_more_class():
 def test_the_teacher_sees_each_input_once_and_the_share_is_reported(sst2, tmp_path):
     options = options_of(sst2, recover=["distill"], steps=40, distill={"hidden": 0.0, "cache": 1}, evaluate_every=40)
     model, teacher = model_of(), model_of(None)
+    # Without dropout and with equal weights there would be nothing to learn.
+    model.classifier.weight.data.neg_()
     seen: list[bytes] = []
     teacher.register_forward_hook(
         lambda module, args, kwargs, output: seen.append(kwargs["input_ids"].numpy().tobytes()), with_kwargs=True

@@ -38,3 +38,18 @@ def at_real_queries(out: Tensor, key_mask: Tensor | None) -> Tensor:
     if key_mask is None or out.shape[2] != key_mask.shape[1]:
         return out
     return out.masked_fill(~key_mask[:, None, :, None], 0.0)
+
+
+def equal_and_falling_scores(queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of 8 numbers, [1, 2, n, 8], such that C's lists of the largest scores come close to their end.
+
+    Even queries score all keys alike, so that every key is a candidate; odd ones score the first keys highest, so that
+    what is written past the list before theirs would spoil the best they have.
+    """
+    k = torch.zeros(1, 2, keys, 8)
+    k[..., 0], k[..., 1] = 1.0, torch.linspace(4, 0, keys)
+    # The other numbers part the queries, but score nothing.
+    q = torch.randn(1, 2, queries, 8)
+    q[..., :2] = 0.0
+    q[:, :, ::2, 0] = q[:, :, 1::2, 1] = 1.0
+    return q, k, torch.randn(1, 2, keys, 8)

@@ -12,7 +12,7 @@ from approx_kernels.dispatch.implementation import chosen
 from approx_kernels.ops.clustered.api import clustered_attention
 from approx_kernels.ops.clustering.api import cluster_queries, draw_centroids, draw_planes
 from c_sources import needs_compiler
-from closeness import assert_close
+from closeness import assert_close, equal_and_falling_scores
 
 pytestmark = needs_compiler
 
@@ -119,6 +119,15 @@ def test_threads_neighbours_and_repetition_change_no_bit(topk):
         alone = (x[sample : sample + 1, :, :count] for x in (q, k, v, grad))
         for one, all_of_them in zip(attend("cpu", torch.float32, *alone, None, **way), first, strict=True):
             assert torch.equal(one[0], all_of_them[sample, :, :count])
+
+
+@pytest.mark.parametrize("keys", [513, 515, 518, 522])
+def test_finds_the_largest_keys_of_clusters_in_rows_of_any_length(keys):
+    q, k, v = equal_and_falling_scores(256, keys)
+    planes, draws = draw_planes(8, bits=32, bias=True, clusters=200, seed=0)
+    how = {"planes": planes, "draws": draws, "clusters": 200, "iterations": 2, "topk": 6, "scale": 0.5}
+    actual, expected = (clustered_attention(q, k, v, impl=impl, **how) for impl in ("cpu", "reference"))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_nan_is_not_hidden():

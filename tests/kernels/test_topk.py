@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from approx_kernels.ops.topk import reference
 from approx_kernels.ops.topk.api import topk_attention
 from c_sources import needs_compiler
-from closeness import assert_close, at_real_queries
+from closeness import assert_close, at_real_queries, equal_and_falling_scores
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
@@ -74,6 +74,16 @@ def test_c_equals_the_reference(dtype, queries, keys, square, causal, fill, topk
         error, rounding = ((x.double() - exact).square().mean().sqrt() for x in (actual, plain))
         terms = like.double().square().mean().sqrt() * grad.double().square().mean().sqrt()
         assert error <= 4.0 * max(rounding, torch.finfo(dtype).eps * terms), name
+
+
+@needs_compiler
+@pytest.mark.parametrize("keys", [257, 259, 262, 266])
+def test_c_finds_the_largest_scores_of_rows_of_any_length(keys):
+    q, k, v = equal_and_falling_scores(64, keys)
+    actual, expected = (
+        topk_attention(q, k, v, topk=6, causal=False, scale=0.5, impl=impl)[:, :, 1::2] for impl in ("cpu", "reference")
+    )
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 @needs_compiler

@@ -75,8 +75,8 @@ static void settle(candidates *x) {
     }
 }
 
-/* The next scores of a row, of rising keys. */
+/* The next scores of a row, of rising keys. Whole vectors of them are written. */
 INLINE void offer(candidates *x, int64_t count, const float *scores, const int32_t *keys) {
-    if (x->count + count > x->room) settle(x);
+    if (x->count + padded(count) > x->room) settle(x);
     take(x, count, scores, keys);
 }

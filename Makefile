@@ -48,7 +48,7 @@ test-lowest:  ## The same with the oldest dependencies that pyproject.toml allow
 lint: $(VENV)/.dev  ## Style, layout and types; of C too, where clang-format and clang-tidy are installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/pyright --threads $(JOBS) --pythonpath $(VENV)/bin/python
+	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 ifneq ($(shell command -v clang-format),)
 	clang-format --dry-run --Werror $$(find $(C) -name '*.[ch]')
 endif

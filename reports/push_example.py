@@ -38,15 +38,15 @@ def main(out: Path) -> None:
         )
         accept(folder, [RECEIPT])
         made = push(folder, REPO, records=[RECORD], dry_run=Path(scratch, "pushed"), offline=True)
-    rows = [f"| `{name}` | {size:,} |" for name, size in made["files"].items()]
-    total = sum(made["files"].values()) / 1e6
+    rows = [f"| `{name}` | {size:,} |" for name, size in made.files.items()]
+    total = sum(made.files.values()) / 1e6
     head = [
         f"{len(rows)} files, {total:.2f} MB. `README.md` is the [card](card.md); `records/record-1.json` is "
         f"[this record](../quickstart/{RECORD.name}) without its command.",
         "\n| file | bytes |\n|---|--:|",
     ]
     out.mkdir(parents=True, exist_ok=True)
-    (out / "card.md").write_text(made["card"].rstrip() + "\n", encoding="utf-8")
+    (out / "card.md").write_text(made.card.rstrip() + "\n", encoding="utf-8")
     (out / "files.md").write_text("\n".join(["# What a push writes", "", *head, *rows]) + "\n", encoding="utf-8")
 
 

@@ -68,8 +68,8 @@ def test_without_a_list_nothing_is_unexpected():
 
 def test_unlisted_skips_are_unexpected():
     listed = "tests/skips.toml"
-    assert unexpected_skips({"could not import 'lm_eval': No module": 1}, listed) == []
-    assert len(unexpected_skips({"could not import 'lm_eval': No module": 3}, listed)) == 1
+    assert unexpected_skips({"could not import 'fast_transformers': No module": 1}, listed) == []
+    assert len(unexpected_skips({"could not import 'fast_transformers': No module": 3}, listed)) == 1
 
 
 @pytest.mark.slow

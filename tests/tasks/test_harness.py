@@ -4,9 +4,14 @@ import copy
 import importlib.util
 import json
 from itertools import pairwise
+from typing import Any
 
+import lm_eval
 import pytest
 import torch
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
 from tokenizers.processors import TemplateProcessing
 
 import approx
@@ -14,6 +19,10 @@ from approx.errors import ApproxError, Exit
 from approx.tasks import Example, open_task
 from tiny_classifier import WORDS, tiny_tokenizer
 from zoo import tiny
+
+# Their annotations allow less than they take.
+harness: Any = lm_eval
+harness_model: Any = HFLM
 
 
 def test_without_the_package_it_is_refused_before_anything_else(monkeypatch):
@@ -35,11 +44,6 @@ def test_a_task_is_named_and_is_not_for_training():
 
 
 def test_scores_are_those_of_the_harness(tmp_path):
-    harness = pytest.importorskip("lm_eval")
-    from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImports]  # an optional package
-    from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]  # as above
-    from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]  # as above
-
     rows = [{"text": f"{one} the {two} is", "label": n % 2} for n, (one, two) in enumerate(pairwise(WORDS[4:]))]
     (tmp_path / "films.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "films.yaml").write_text(f"""
@@ -61,7 +65,7 @@ metric_list:
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="[CLS] $A", special_tokens=[("[CLS]", 2)])
     converted = copy.deepcopy(base)
     approx.convert(converted, approx.Plan.of("local", left=2, right=0))
-    theirs = HFLM(pretrained=base, tokenizer=tokenizer)
+    theirs = harness_model(pretrained=base, tokenizer=tokenizer)
     pairs = [["the film is", " good"], ["the film is  ", "not good"], ["", "good film"]]
     asked = [Instance("loglikelihood", {}, tuple(pair), 0) for pair in pairs]
     task = open_task("lm-eval/films")
@@ -100,10 +104,6 @@ metric_list:
 
 
 def test_generated_answers_are_scored_as_by_the_harness(tmp_path):
-    harness = pytest.importorskip("lm_eval")
-    from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]  # an optional package
-    from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]  # as above
-
     words = WORDS[4:]
     rows = [
         {"text": f"{one} {two}", "label": words[n % len(words)]} for n, (one, two) in enumerate(pairwise(words * 3))
@@ -130,7 +130,7 @@ metric_list:
     approx.convert(converted, approx.Plan.of("sinks", sinks=1, window=2))
     manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
     theirs = harness.simple_evaluate(
-        HFLM(pretrained=base, tokenizer=tokenizer), tasks=["films"], task_manager=manager, bootstrap_iters=0
+        harness_model(pretrained=base, tokenizer=tokenizer), tasks=["films"], task_manager=manager, bootstrap_iters=0
     )["results"]["films"]
     how = {"against": base, "processor": tokenizer, "data": str(tmp_path), "batch_size": 4}
     made = approx.evaluate(converted, "lm-eval/films", settings={"metric": "exact_match"}, **how)

@@ -7,13 +7,15 @@ PyTorch.
 
 import ast
 import functools
+import hashlib
 import importlib.util
+import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from approx.mechanisms import MECHANISMS
+from approx.mechanisms import BUILT_IN, MECHANISMS
 from approx.seam.dispatch import FORMAT
 from approx.seam.internals import auto_classes
 from approx.version import __version__
@@ -22,13 +24,34 @@ from approx_kernels.cpu import sources as c_sources
 NOTE = (
     "# Travels with a checkpoint converted by approx (Apache-2.0); it needs torch and transformers, and nothing else."
 )
+_KERNEL_NOTE = (
+    "# Part of a package of attention functions made by approx (Apache-2.0); it needs torch and transformers."
+)
 OURS = ("approx", "approx_kernels")
 _MODEL, _INTERNALS, _MECHANISM = "approx.seam.model", "approx.seam.internals", "approx.mechanisms.mechanism"
+_UNCONVERTED = "approx.seam.unconverted"
 _ONE_OPERATOR = "approx_kernels.dispatch.opaque"
 _C_SOURCES = "approx_kernels.cpu.sources"
 # Without compiled code, the fastest exact attention is PyTorch's.
 _EXACT = re.compile(r"approx_kernels\.ops\.(?:exact|fastest|flash)\.api")
 _API = re.compile(r"(approx_kernels\.ops\.\w+)\.api")
+
+_KERNEL = '''{note}
+"""Attention functions for models that are not converted."""
+
+from typing import Any
+
+{code}
+# transformers refuses packages that have neither FlashAttention's functions nor this name.
+flash_attn_forward = attention_function("improved_clustered")
+
+
+def __getattr__(name: str) -> Any:
+    """The attention function of a name, as `attention_function` explains."""
+    if name.startswith("_") or name in ("flash_attn_varlen_func", "sparse_atten_func", "supports_flash_attn"):
+        raise AttributeError(name)
+    return attention_function(name)
+'''
 
 
 def config_class_name(config_class: type) -> str:
@@ -93,6 +116,39 @@ def write_code(
     return written
 
 
+def write_kernel(folder: Path, name: str) -> list[str]:
+    """Write a package of Hugging Face's `kernels`, whose attention functions run in models that are not converted.
+
+    It holds the C and Triton of every mechanism of this package that is neither trained nor fitted to a model.
+
+    Args:
+        folder: The repository to create, a folder that exists.
+        name: Its name on a hub, without the owner: small letters, digits and hyphens.
+
+    Returns:
+        The mechanisms.
+    """
+    used = tuple(sorted(name for name, kind in BUILT_IN.items() if not (kind.trainable or kind.always_exact)))
+    place = folder / "build" / "torch-universal"
+    place.mkdir(parents=True)
+    sources = {name: text.replace(NOTE, _KERNEL_NOTE, 1) for name, text in _sources(used, True, _UNCONVERTED).items()}
+    sources["__init__"] = _KERNEL.format(
+        note=_KERNEL_NOTE, code=_own_code(used, True, (_UNCONVERTED, "attention_function"))
+    )
+    for file, text in sources.items():
+        (place / f"{file}.py").write_text(text, encoding="utf-8")
+    about = {
+        "id": f"{name.replace('-', '_')}_{hashlib.sha256(''.join(sources.values()).encode()).hexdigest()[:12]}",
+        "name": name,
+        "version": 1,
+        "license": "Apache-2.0",
+        "python-depends": [],
+        "backend": {"type": "cpu"},
+    }
+    (place / "metadata.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    return list(used)
+
+
 def _file(family: str) -> str:
     return family.replace("-", "_")
 
@@ -102,9 +158,9 @@ def _flat(module: str) -> str:
 
 
 @functools.cache
-def _sources(mechanisms: tuple[str, ...], kernels: bool) -> Mapping[str, str]:
-    """The texts of all modules that the mechanisms import, by file name without `.py`."""
-    waiting = [_MODEL, _ONE_OPERATOR if kernels else _INTERNALS, *(MECHANISMS[name].__module__ for name in mechanisms)]
+def _sources(mechanisms: tuple[str, ...], kernels: bool, root: str = _MODEL) -> Mapping[str, str]:
+    """The texts of all modules that `root` and the mechanisms import, by file name without `.py`."""
+    waiting = [root, _ONE_OPERATOR if kernels else _INTERNALS, *(MECHANISMS[name].__module__ for name in mechanisms)]
     seen: set[str] = set()
     sources = {}
     while waiting:
@@ -218,11 +274,11 @@ def _refusal(packages: Mapping[str, str]) -> str:
     return f"raise ImportError({message!r})\n"
 
 
-def _own_code(mechanisms: Iterable[str], kernels: bool) -> str:
-    """Statements that import the folder's base class, and tell it the mechanisms that the folder uses."""
+def _own_code(mechanisms: Iterable[str], kernels: bool, root: tuple[str, str] = (_MODEL, "ApproxModel")) -> str:
+    """Statements that import a name of the folder's module, and tell it the mechanisms that the folder uses."""
     classes = {name: MECHANISMS[name] for name in mechanisms}
     imports = {f"from .{_flat(kind.__module__)} import {kind.__name__}\n" for kind in classes.values()}
-    imports |= {f"from .{_flat(_MODEL)} import ApproxModel\n"}
+    imports |= {f"from .{_flat(root[0])} import {root[1]}\n"}
     imports |= {f"from .{_flat(_MECHANISM)} import MECHANISMS{', Mechanism' if kernels else ''}\n"}
     imports |= {f"from .{_flat(_ONE_OPERATOR)} import attend_as_one_operator\n"} if kernels else set()
     known = "".join(f'MECHANISMS["{name}"] = {kind.__name__}\n' for name, kind in classes.items())

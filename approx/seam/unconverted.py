@@ -32,21 +32,22 @@ def attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
         AttributeError: if there is no such mechanism, setting or value, or if it has to be fitted to a model, so that only
             a conversion can use it.
     """
-    mechanism, *stated = name.split("__")
+    mechanism, *texts = name.split("__")
     kind = MECHANISMS.get(mechanism.replace("_", "-"))
     if kind is None:
         known = ", ".join(sorted(each.replace("-", "_") for each in MECHANISMS))
         raise AttributeError(f"There is no attention '{mechanism}'. This package has {known}.")
-    settings = dict(_setting(kind, each) for each in stated)
-    try:
-        # A small layer, only to check the settings.
-        probes = [
-            kind(1, 8, causal=causal, scale=1.0, **kind.for_layer({**kind.defaults(), **settings}, 0))
-            for causal in (False, True)
-            if (kind.supports_causal if causal else kind.supports_bidirectional)
-        ]
-    except ApproxError as error:
-        raise AttributeError(f"'{name}': {error}") from None
+    settings = dict(_setting(kind, each) for each in texts)
+    probes, refusals = [], list[ApproxError]()
+    for causal in (False, True):
+        try:
+            # A small layer, only to check the settings.
+            stated = kind.for_layer({**kind.defaults(), **settings}, 0)
+            probes.append(kind(1, 8, causal=causal, scale=1.0, **stated))
+        except ApproxError as error:
+            refusals.append(error)
+    if not probes:
+        raise AttributeError(f"'{name}': {refusals[0]}")
     if all(_fitted(probe) for probe in probes):
         raise AttributeError(
             f"'{name}' has parameters or is fitted to a model, or chooses keys by token ids, which an attention function "

@@ -37,8 +37,9 @@ from approx.validation import build
 if TYPE_CHECKING:
     from approx.finetuning.finetune import Healing, Rehearsal
     from approx.finetuning.options import FinetuneStage
+    from approx.pipeline.recommend import Recommended
     from approx.pushing.push import push
-    from approx.searching.options import SearchStage
+    from approx.searching.options import RecommendStage, SearchStage
     from approx.searching.outcome import Searched
 
 S = TypeVar("S")
@@ -56,6 +57,7 @@ __all__ = [
     "plan",
     "predict",
     "push",
+    "recommend",
     "report",
     "revert",
     "search",
@@ -389,3 +391,54 @@ def search(
         return run_search(base, stage, Path(output), folder=folder_of(Path(output)), **about)
     with TemporaryDirectory() as folder:
         return run_search(base, stage, None, folder=Path(folder) / "search", **about)
+
+
+def recommend(
+    model: str | Any,
+    stage: "RecommendStage | None" = None,
+    *,
+    processor: Any = None,
+    seed: int = 0,
+    device: str = "auto",
+    dtype: str = "auto",
+    revision: str | None = None,
+    offline: bool = False,
+    merge_adapter: bool = False,
+    command: str = "",
+    progress: Progress = silent,
+    announce: Callable[[str], None] = lambda text: None,
+    **options: Any,
+) -> "Recommended":
+    """Find out which mechanisms are worth it for a model at the lengths of your data, as far as a time budget goes.
+
+    Args:
+        model: A folder, a hub model id, or `quickstart`; or a loaded model, which is not changed.
+        stage: What to recommend for, instead of options by name.
+        processor: The tokenizer or processor of a loaded model, or the folder that holds it.
+        seed, device, dtype, offline, merge_adapter, command, progress: As for `evaluate`.
+        revision: Commit on the hub.
+        announce: Called with how long it will take, as soon as that is known.
+        options: As of `approx.searching.options.RecommendStage`: task, data, lengths, mechanisms, time_budget, …
+
+    Returns:
+        The answer in one sentence, what it rests on, the next command, and the record, as of `evaluate` and `bench`.
+
+    Raises:
+        ApproxError: if an option is unknown or out of range, task, data and lengths do not fit the model, or the time budget is
+            too small to time anything, with what the smallest would be.
+    """
+    from approx.pipeline.recommend import recommend as run_recommend
+    from approx.searching.options import RecommendStage
+
+    stage = _stage(RecommendStage, "recommend", stage, options)
+    if stage.task is not None:
+        # Mistakes in the task must show before weights are loaded.
+        open_task(stage.task, **stage.settings)
+    if isinstance(model, str):
+        where: dict[str, Any] = {"revision": revision, "offline": offline, "merge_adapter": merge_adapter}
+        base = open_all({BASE: model}, device, dtype, **where)[BASE]
+    else:
+        base = in_memory(model, processor, offline=offline, reads=stage.task is not None or stage.data is not None)
+    name = model if isinstance(model, str) else "MODEL"
+    about: dict[str, Any] = {"seed": seed, "command": command, "progress": progress, "announce": announce}
+    return run_recommend(base, stage, model=name, **about)

@@ -6,11 +6,9 @@ from typing import Any
 from approx.checkpoints import checkpoint, families
 from approx.checkpoints.history import Conversion, Training, history
 from approx.errors import ApproxError, Exit
+from approx.evaluation.record import HARDLY
 from approx.planning import anatomy, cost, positions
 from approx.planning.plan import Plan, described, site_record
-
-# A ceiling below this causes a warning.
-_HARDLY = 1.1
 
 
 @dataclass(frozen=True)
@@ -82,10 +80,10 @@ class PlannedLayer:
 
 @dataclass(frozen=True)
 class Planned:
-    """What a plan would do to a checkpoint, and what it would cost at each length."""
+    """What a plan would do to a checkpoint, and what it would cost at each length; without a plan, what exact attention costs."""
 
     name: str
-    plan: Plan
+    plan: Plan | None
     layers: list[PlannedLayer]
     costs: list[cost.Cost]
     warnings: list[str]
@@ -93,7 +91,7 @@ class Planned:
     def to_data(self) -> dict[str, Any]:
         """As plain data."""
         costs = [{**vars(one), "ceiling": one.ceiling, "speedup": one.speedup} for one in self.costs]
-        return {**vars(self), "plan": self.plan.to_data(), "costs": costs}
+        return {**vars(self), "plan": None if self.plan is None else self.plan.to_data(), "costs": costs}
 
 
 def inspect(name: str, *, revision: str | None = None, offline: bool = False, merge_adapter: bool = False) -> Inspected:
@@ -147,7 +145,7 @@ def inspect(name: str, *, revision: str | None = None, offline: bool = False, me
 
 def plan(
     name: str,
-    chosen: Plan,
+    chosen: Plan | None,
     lengths: list[int],
     *,
     revision: str | None = None,
@@ -158,7 +156,7 @@ def plan(
 
     Args:
         name: A folder, a hub model id, or `quickstart`.
-        chosen: The plan.
+        chosen: The plan; None shows the cost of exact attention, and the ceiling.
         lengths: Sequence lengths to count at, in tokens.
         revision: Commit on the hub.
         offline: Whether to use only local files and the hub's cache.
@@ -171,7 +169,7 @@ def plan(
     if source.converted:
         raise ApproxError(f"{name} is converted already. Plan for its base checkpoint.", Exit.REFUSED)
     facts = anatomy.anatomy(source.config, source.stock_class)
-    assignment = chosen.resolve(facts)
+    assignment = {} if chosen is None else chosen.resolve(facts)
     # Of a model whose inputs all have one length, no other can be counted.
     counted = lengths if facts.fixed_length is None else [facts.fixed_length]
     costs = cost.predict(facts, assignment, counted)
@@ -180,12 +178,12 @@ def plan(
         for site in facts.sites
         for part in (described(site_record(site, assignment[site])) if site in assignment else [None])
     ]
-    return Planned(source.name, chosen, layers, costs, facts.stays + _warnings(facts, costs))
+    return Planned(source.name, chosen, layers, costs, facts.stays + _warnings(facts, costs, planned=bool(assignment)))
 
 
-def _warnings(facts: anatomy.Anatomy, costs: list[cost.Cost]) -> list[str]:
+def _warnings(facts: anatomy.Anatomy, costs: list[cost.Cost], *, planned: bool) -> list[str]:
     warnings = []
-    worse = [c.length for c in costs if c.flops_planned >= c.flops_exact]
+    worse = [c.length for c in costs if planned and c.flops_planned >= c.flops_exact]
     if worse:
         warnings.append(
             f"At {_listed(worse)} tokens the plan needs at least as many operations as exact attention: no gain."
@@ -194,7 +192,7 @@ def _warnings(facts: anatomy.Anatomy, costs: list[cost.Cost]) -> list[str]:
         f"At {c.length} tokens attention is {1 - 1 / c.ceiling:.0%} of all operations: no mechanism can gain more than "
         f"{c.ceiling:.2f}×."
         for c in costs
-        if c.ceiling < _HARDLY and c.length not in worse
+        if c.ceiling < HARDLY and c.length not in worse
     ]
     if facts.fixed_length is not None:
         warnings.append(f"Every input has {facts.fixed_length} positions, so other lengths are not counted.")

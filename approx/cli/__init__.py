@@ -15,6 +15,7 @@ from approx.cli import (
     measurement,
     pattern,
     push,
+    recommendation,
     reporting,
     search,
     study,
@@ -63,6 +64,7 @@ def _root(
 explanation.add_to(app)
 conversion.add_to(app)
 folders.add_to(app)
+recommendation.add_to(app)
 search.add_to(app)
 finetuning.add_to(app)
 pattern.add_to(app)

@@ -29,6 +29,7 @@ def add_to(app: typer.Typer) -> None:
         _PANEL,
         "approx plan quickstart -m improved-clustered --set clusters=25 --lengths 512,2048",
         "approx plan quickstart -m local --layers 0 -o plan.yaml",
+        "approx plan quickstart",
     )(plan)
     command(
         app,
@@ -101,12 +102,15 @@ def plan(
     offline: options.Offline = False,
     merge_adapter: options.MergeAdapter = False,
 ) -> None:
-    """Show which layers a plan changes, its cost at each length, and the ceiling: the speed without attention."""
+    """Show which layers a plan changes, its cost at each length, and the ceiling: the speed without attention; without a plan only that."""
     from approx import api
     from approx.publishing import wording
     from approx_kernels.runtime.atomic_file import write_whole
 
-    chosen = options.read_plan(mechanism, set_, layers, heads, plan_file, exact_below, recompute)
+    plain = (mechanism, plan_file, set_ or None, layers, heads, exact_below, recompute, output)
+    chosen = None
+    if plain != (None, None, None, "all", "all", 0, False, None):
+        chosen = options.read_plan(mechanism, set_, layers, heads, plan_file, exact_below, recompute)
     counted = options.read_numbers(lengths, "--lengths")
     options.check_output(output, force)
     planned = api.plan(model, chosen, counted, revision=revision, offline=offline, merge_adapter=merge_adapter)
@@ -115,15 +119,22 @@ def plan(
         [
             [
                 wording.length(str(cost.length), cost.seconds),
-                *(f"{flops / 1e9:.2f}" for flops in (cost.flops_outside, cost.flops_exact, cost.flops_planned)),
-                *(f"{most / 1e6:.2f}" for most in (cost.memory_exact, cost.memory_planned)),
-                *(f"{ratio:.2f}×" for ratio in (cost.speedup, cost.ceiling)),
+                *(f"{flops / 1e9:.2f}" for flops in (cost.flops_outside, cost.flops_exact)),
+                f"{cost.flops_planned / 1e9:.2f}" if chosen else "",
+                f"{cost.memory_exact / 1e6:.2f}",
+                f"{cost.memory_planned / 1e6:.2f}" if chosen else "",
+                f"{cost.speedup:.2f}×" if chosen else "",
+                f"{cost.ceiling:.2f}×",
             ]
             for cost in planned.costs
         ],
         title="Counted operations of one forward pass of one sequence, and its peak memory in float32 on top of weights and inputs; "
         "`approx bench` measures time and memory",
     )
+    if chosen is None:
+        terminal.result(planned.to_data(), costs, *planned.warnings)
+        terminal.note(f"Next: {shlex.join(['approx', 'recommend', model])} --task NAME --data FILE")
+        return
     if output is not None:
         write_whole(output, chosen.to_json() if output.suffix == ".json" else chosen.to_yaml())
         terminal.note(f"Plan written to {output}")

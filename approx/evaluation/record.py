@@ -32,6 +32,8 @@ ENOUGH = 5
 WIDEST = 1.5
 # Smaller gains are not worth giving up exactness.
 WORTHWHILE = 1.03
+# Where the model without attention gains less than this, no mechanism is worth it.
+HARDLY = 1.1
 
 
 class Timing(Written):

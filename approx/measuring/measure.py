@@ -438,12 +438,12 @@ def measure_speed(
                 f"Length {max(stage.lengths)}{also} is too long: {opened[label].source.name} takes {limit} positions. "
                 f"Use shorter lengths, or extend the positions for timing with --max-length {longest}."
             )
-    contenders = decoders(models, stage.new_tokens) if stage.mode == "generate" else _forwards(models)
+    contenders = decoders(models, stage.new_tokens) if stage.mode == "generate" else forwards(models)
     with products_for(models.values(), stage.fast_products):
         for row in bench(
             contenders,
             stage,
-            make_inputs=_input_maker(base, source, texts, seed),
+            make_inputs=input_maker(base, source, texts, seed),
             device=base.device,
             dtype=base.dtype,
             seed=seed,
@@ -454,7 +454,7 @@ def measure_speed(
             yield row.model_copy(update={"fast_products": stage.fast_products, "seconds": duration})
 
 
-def _forwards(models: Mapping[str, Any]) -> list[Contender]:
+def forwards(models: Mapping[str, Any]) -> list[Contender]:
     """Contenders that make one forward pass; the first model is the base, which also runs without attention."""
     base = models[BASE]
 
@@ -531,9 +531,15 @@ def _long_enough(model: Any, length: int | None) -> Any:
     return copied
 
 
-def _input_maker(
+def input_maker(
     base: Any, source: checkpoint.Source, texts: EvaluateStage | None, seed: int
 ) -> Callable[[int, int], dict[str, torch.Tensor]]:
+    """Makes inputs of a batch size and a length to time a model on: of a task's examples, or random ones.
+
+    Raises:
+        ApproxError: if the task makes another kind of input than the model takes, or its data cannot be read.
+    """
+
     def random(batch: int, length: int) -> dict[str, torch.Tensor]:
         return example_inputs(base, length, batch=batch, seed=seed, device=base.device)
 

@@ -1,13 +1,14 @@
 """The summary of each variant: is it worth using? Everything comes from records, joined where they are of the same models."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from approx.errors import ApproxError
 from approx.evaluation.record import (
     BUSY,
+    HARDLY,
     Quality,
     QualityVariant,
     Record,
@@ -359,25 +360,142 @@ def advice(record: Record) -> list[Advice]:
     return [_advice(variant, record) for variant in record.variants if variant.layers]
 
 
-def recommendation(record: Record) -> list[str]:
-    """The first lines of a report: which variant is best, then the advice on each."""
-    advices = advice(record)
-    if len(advices) < 2:
-        return [one.sentence for one in advices]
+@dataclass(frozen=True)
+class Conclusion:
+    """What a record says as a whole; every recommendation follows from this one.
+
+    Attributes:
+        decision: `use` the best of the variants, `stay exact`, or `not settled`.
+        best: The fastest variant to use; None for the other decisions.
+        advices: The advice on every converted variant.
+        ceiling: Why even attention at no cost is not worth it; empty where it is, or was not measured.
+    """
+
+    decision: Literal["use", "stay exact", "not settled"]
+    best: Advice | None
+    advices: list[Advice]
+    ceiling: str
+
+
+def conclude(record: Record) -> Conclusion | None:
+    """What to do by a record; None if it has neither a converted variant nor a ceiling that rules all of them out."""
+    advices, ceiling = advice(record), _low_ceiling(speed_groups(record.speed))
     usable = [one for one in advices if one.decision == "use"]
     if usable:
-        best = max(usable, key=lambda one: one.gain)
-        head = f"Best: {best.sentence}"
-        rest = [one for one in advices if one is not best]
-    else:
-        settled = all(one.decision != "not settled" for one in advices)
-        head = (
-            "Stay exact: no variant is both faster and good enough."
-            if settled
-            else "Nothing is recommended yet: no variant is known to be both faster and good enough."
+        return Conclusion("use", max(usable, key=lambda one: one.gain), advices, ceiling)
+    if not advices and not ceiling:
+        return None
+    settled = all(one.decision != "not settled" for one in advices)
+    return Conclusion("stay exact" if settled else "not settled", None, advices, ceiling)
+
+
+def recommendation(record: Record) -> list[str]:
+    """The first lines of a report: which variant is best, then the advice on each."""
+    made = conclude(record)
+    if made is None:
+        return []
+    if not made.advices:
+        return [f"Stay exact: {made.ceiling}."]
+    if len(made.advices) == 1:
+        return [made.advices[0].sentence]
+    if made.best is not None:
+        rest = [one for one in made.advices if one is not made.best]
+        return [f"Best: {made.best.sentence}", *(one.sentence for one in rest)]
+    head = (
+        "Stay exact: no variant is both faster and good enough."
+        if made.decision == "stay exact"
+        else "Nothing is recommended yet: no variant is known to be both faster and good enough."
+    )
+    return [head, *(one.sentence for one in made.advices)]
+
+
+def answer(record: Record, settled_in: Callable[[str, int], str] = lambda name, examples: "") -> str:
+    """The conclusion in one sentence, for those who ask which mechanism to take.
+
+    Args:
+        record: The record.
+        settled_in: Name of a variant and a number of examples -> how long their scores take, in words.
+    """
+    made = conclude(record)
+    if made is None:
+        return "Not settled: no mechanism was timed."
+    groups, timed = speed_groups(record.speed), sorted({row.length for row in record.speed})
+    if made.best is not None:
+        name, rows = made.best.name, groups[0]
+        start = worthwhile_from(rows, name) or rows[0].length
+        below = "" if start == timed[0] else "; below, keep exact attention"
+        at = f"at {wording.count(start)} tokens{'' if len(timed) == 1 else ' and above'}"
+        kept = "; ".join(
+            f"{entry.verdict} on {task.task} (it {wording.loss(entry, task)}, margin {wording.margin(entry, task)})"
+            for task, entry in _tested(record, name)
         )
-        rest = advices
-    return [head, *(one.sentence for one in rest)]
+        return f"Use {name} {at}: {wording.times(made.best.gain)} the speed of exact attention, {kept}{below}."
+    if made.decision == "stay exact":
+        return f"Stay exact: {made.ceiling or _why_exact(record, made.advices)}."
+    name, waiting = _nearest(record, [one for one in made.advices if one.decision == "not settled"])
+    if waiting is None:
+        (one,) = (one for one in made.advices if one.name == name)
+        return f"Not settled: {name}: {one.reason}."
+    task, entry = waiting
+    needs = "no number of examples like these would settle it"
+    if entry.needed_examples:
+        time = settled_in(name, entry.needed_examples)
+        needs = f"needs {wording.needed(entry, task)}{time and f', {time}'}"
+    return f"Not settled: {name} {wording.loss(entry, task)} on {task.task} at a margin of {wording.margin(entry, task)}; {needs}."
+
+
+def _tested(record: Record, name: str) -> list[Tested]:
+    return [(task, entry) for task in record.quality if (entry := variant_of(task.variants, name))]
+
+
+def _why_exact(record: Record, advices: list[Advice]) -> str:
+    """Why none of the variants is worth using: none is faster, or what is faster loses too much, at least so much."""
+    lengths = wording.lengths(timed := sorted({row.length for row in record.speed}), timed)
+    wrong = [one for one in advices if one.decision == "do not use"]
+    if not wrong:
+        return f"none of {len(advices)} variants is worth it at {lengths}" if len(advices) > 1 else advices[0].reason
+    lost = [
+        (abs(entry.difference) / (entry.margin or 1e-9), one, task, entry)
+        for one in wrong
+        for task, entry in _tested(record, one.name)
+        if entry.verdict == "loss beyond margin"
+    ]
+    if not lost:
+        return f"{wrong[0].name}: {wrong[0].reason}"
+    _, one, task, entry = min(lost, key=lambda found: found[0])
+    least = "it" if len(wrong) == 1 else f"the least loss is that of {one.name}, which"
+    what = f"{one.name} is faster" if len(wrong) == 1 else f"all {len(wrong)} variants that were scored lose too much"
+    return (
+        f"{what}, but {least} {wording.loss(entry, task)} on {task.task} at a margin of {wording.margin(entry, task)}"
+    )
+
+
+def _nearest(record: Record, waiting: list[Advice]) -> tuple[str, Tested | None]:
+    """Of the variants that are not settled the one that the fewest examples would settle, and where; or the first."""
+    open_ = [
+        (entry.needed_examples or float("inf"), one.name, (task, entry))
+        for one in waiting
+        for task, entry in _tested(record, one.name)
+        if entry.verdict == "inconclusive"
+    ]
+    if not open_:
+        return waiting[0].name, None
+    _, name, found = min(open_, key=lambda one: one[0])
+    return name, found
+
+
+def _low_ceiling(groups: list[list[Speed]]) -> str:
+    """Why no mechanism is worth it: at every length the speed without attention is settled, and hardly higher."""
+    rows = [row for rows in groups for row in rows]
+    ceilings = [(row, row.believed(row.ceiling).ratio) for row in rows if row.ceiling and row.base.status == "ok"]
+    if not rows or len(ceilings) < len(rows) or any(ratio is None or ratio >= HARDLY for _, ratio in ceilings):
+        return ""
+    row, most = max(ceilings, key=lambda one: one[1] or 0.0)
+    share = wording.percent(max(1 - 1 / (most or 1.0), 0.0))
+    return (
+        f"attention is {share} of the time at {wording.count(row.length)} tokens, so that no mechanism can gain more than "
+        f"{wording.times(max(most or 1.0, 1.0))}"
+    )
 
 
 def _advice(variant: Variant, record: Record) -> Advice:
@@ -387,12 +505,14 @@ def _advice(variant: Variant, record: Record) -> Advice:
     lost = [(task, entry) for task, entry in tasks if entry.verdict == "loss beyond margin"]
     if lost:
         return Advice(name, "do not use", _lost(lost))
-    if not variant.verified:
-        return Advice(name, "do not use", "the checks of its conversion failed or were not run")
+    if ceiling := _low_ceiling(groups):
+        return Advice(name, "stay exact", ceiling)
     starts = [(rows, start) for rows in groups if (start := worthwhile_from(rows, name)) is not None]
     kinds = {standing(row, variant_of(row.variants, name)) for rows in groups for row in rows}
     if kinds - {BUSY, "not measured"} and not starts:
         return Advice(name, "stay exact", _no_gain(groups, name))
+    if not variant.verified:
+        return Advice(name, "do not use", "the checks of its conversion failed or were not run")
     pays = f"it is faster {_where(starts, groups)}" if starts else ""
     unknown = [_unknown_quality(tasks, starts), "" if starts else _unknown_speed(kinds)]
     if any(unknown):

@@ -98,9 +98,15 @@ def candidates(stage: SearchStage, anatomy: Anatomy) -> list[Candidate]:
     if stage.candidates is not None:
         rules = list(stage.candidates)
     else:
-        rules = list(_ladders(_names(stage), stage.length, by_name=stage.mechanisms is not None))
+        rules = list(
+            _ladders(
+                _names(stage.mechanisms, healed=stage.heal is not None),
+                stage.length,
+                by_name=stage.mechanisms is not None,
+            )
+        )
     chosen = stage.candidates is not None or stage.mechanisms is not None
-    fitting = [rule for rule in rules if _fits(rule, anatomy, by_name=chosen)]
+    fitting = [rule for rule in rules if _refusal(rule, anatomy, by_name=chosen) is None]
     if not fitting:
         raise ApproxError(
             f"No layer of {anatomy.architecture} can run {', '.join(dict.fromkeys(rule.mechanism for rule in rules))}. "
@@ -115,16 +121,54 @@ def candidates(stage: SearchStage, anatomy: Anatomy) -> list[Candidate]:
     return whole + [one for one in parts if any(one.on(site) for site in anatomy.sites)]
 
 
-def _names(stage: SearchStage) -> list[str]:
-    if stage.mechanisms is None:
-        when = ("always", "healed") if stage.heal else ("always",)
+def proposals(
+    names: Sequence[str] | None, length: int, anatomy: Anatomy, *, healed: bool
+) -> tuple[list[Candidate], dict[str, str]]:
+    """What to try in every layer of a model in place of exact attention, the first setting of each mechanism first.
+
+    Args:
+        names: Mechanisms; None for those that a search tries.
+        length: Tokens of the longest input; windows that span it are left out, unless they are named.
+        anatomy: The model.
+        healed: Whether to include those that lose most without training.
+
+    Returns:
+        The candidates, and mechanism -> why the model cannot run it.
+
+    Raises:
+        ApproxError: if a named mechanism does not exist or cannot be run.
+    """
+    chosen = _names(names, healed=healed)
+    if names is None:
+        chosen = [name for name in chosen if not MECHANISMS[name].always_exact]
+    fitting: list[Rule] = []
+    refused: dict[str, str] = {}
+    for rule in _ladders(chosen, length, by_name=names is not None):
+        if (reason := _refusal(rule, anatomy, by_name=names is not None)) is None:
+            fitting.append(rule)
+        else:
+            refused[rule.mechanism] = reason
+    whole = [Candidate(name, rule) for name, rule in zip(_named(fitting), fitting, strict=True)]
+    place = {
+        id(one): sum(one.rule.mechanism == other.rule.mechanism for other in whole[:n]) for n, one in enumerate(whole)
+    }
+    able = {one.rule.mechanism for one in whole}
+    return sorted(whole, key=lambda one: place[id(one)]), {
+        name: reason for name, reason in refused.items() if name not in able
+    }
+
+
+def _names(names: Sequence[str] | None, *, healed: bool) -> list[str]:
+    """Names of mechanisms, each once; without any those that are tried by default."""
+    if names is None:
+        when = ("always", "healed") if healed else ("always",)
         return [name for name, kind in MECHANISMS.items() if kind.searched in when]
-    for name in stage.mechanisms:
+    for name in names:
         if name not in MECHANISMS:
             raise ApproxError(
                 f"Unknown mechanism '{name}'.{did_you_mean(name, MECHANISMS)} Known: {', '.join(MECHANISMS)}."
             )
-    return list(dict.fromkeys(stage.mechanisms))
+    return list(dict.fromkeys(names))
 
 
 def _ladders(names: Sequence[str], length: int, *, by_name: bool) -> Iterator[Rule]:
@@ -135,8 +179,9 @@ def _ladders(names: Sequence[str], length: int, *, by_name: bool) -> Iterator[Ru
                 yield Rule(name, settings=dict(settings))
 
 
-def _fits(rule: Rule, anatomy: Anatomy, *, by_name: bool) -> bool:
-    """Whether a layer of the model can run a rule; mistakes in what the user wrote are raised."""
+def _refusal(rule: Rule, anatomy: Anatomy, *, by_name: bool) -> str | None:
+    """Why no layer of the model can run a rule; None if one can. Mistakes in what the user wrote are raised."""
+    reasons: list[str] = []
     forms = {site.causal: site for site in anatomy.convertible}
     for site in forms.values():
         try:
@@ -144,9 +189,10 @@ def _fits(rule: Rule, anatomy: Anatomy, *, by_name: bool) -> bool:
         except ApproxError as error:
             if by_name or error.exit_code != Exit.UNSUPPORTED:
                 raise
+            reasons.append(str(error))
         else:
-            return True
-    return False
+            return None
+    return reasons[0] if reasons else "no layer can be converted"
 
 
 def _named(rules: Sequence[Rule]) -> list[str]:

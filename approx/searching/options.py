@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from approx.errors import ApproxError
 from approx.planning.rule import Rules
-from approx.validation import Count, Duration, File, Model, checked, listed, seconds
+from approx.validation import Count, Counts, Duration, File, Model, checked, listed, seconds
 
 _BUDGET = re.compile(r"(loss|kl|error)<=(\d+(?:\.\d+)?)")
 _SPEED = re.compile(r"(\d+(?:\.\d+)?)[x×]")
@@ -119,6 +119,51 @@ class SearchStage(Model):
     def allowed(self) -> tuple[str, float] | None:
         """What the budget bounds, and the bound; None without a budget."""
         return None if self.budget is None else read_budget(self.budget)
+
+
+class RecommendStage(Model):
+    """What to recommend for, and how long to measure.
+
+    Attributes:
+        task: A task, e.g. squad. `approx tasks` lists them. Default: with data, the usual one of the model's head.
+        data: The task's files in their official layout, a table (.csv, .tsv, .jsonl, .json, .parquet), or
+            hub:OWNER/NAME. Default: the hub, or the task's generator.
+        settings: Settings of the task; `approx tasks NAME` lists them.
+        split: Split to use. Default: the task's default.
+        limit: Use only the first examples, this many.
+        truncate: Truncate inputs that are too long.
+        lengths: Tokens of the inputs that are timed. Default: the median and the 90th percentile of the examples; without
+            a task usual ones.
+        batch: Inputs of the timed forward pass.
+        mechanisms: Mechanisms to try, e.g. local,improved-clustered. Default: those that a search tries, and those that
+            need training if there is a task.
+        margin: Acceptable loss: in points; of losses and bits per byte in percent of the base's. Default: 1, of error
+            rates 0.5.
+        examples: Examples that score what is faster, at most.
+        heal: Say what a short attention transfer gives back to mechanisms with parameters. Default: if there is time.
+        time_budget: Time of everything, e.g. 10m; what does not fit is left out and named.
+    """
+
+    task: Annotated[str | None, Field(examples=["squad"])] = None
+    data: str | None = None
+    settings: dict[str, Any] = Field(default_factory=dict)
+    split: str | None = None
+    limit: Count | None = None
+    truncate: bool = False
+    lengths: Counts | None = None
+    batch: Count = 1
+    mechanisms: Annotated[list[str] | None, BeforeValidator(lambda value: None if value is None else listed(value))] = (
+        None
+    )
+    margin: Annotated[float, Field(ge=0)] | None = None
+    examples: Annotated[int, Field(ge=10)] = 500
+    heal: bool | None = None
+    time_budget: Duration = "10m"
+
+    @property
+    def seconds(self) -> float:
+        """The time budget in seconds."""
+        return seconds(self.time_budget)
 
 
 def contradictions(stage: SearchStage) -> Iterator[str]:

@@ -25,7 +25,7 @@ from approx.checkpoints.history import LayerDivergence
 from approx.conversion import verify
 from approx.errors import ApproxError, Exit, shown
 from approx.evaluation.evaluate import default_folder, fingerprint, predict
-from approx.evaluation.inputs import coverage
+from approx.evaluation.inputs import Coverage, Prepared, coverage
 from approx.evaluation.options import BASE
 from approx.evaluation.quality import compare, label_order
 from approx.evaluation.record import Quality, Speed, Tokens
@@ -57,6 +57,7 @@ from approx.searching.cost import (
 from approx.searching.options import SearchStage, check, read_latency, read_speed
 from approx.searching.outcome import LayerReason, Proof, Searched, reasons
 from approx.tasks.metrics import METRICS
+from approx.tasks.task import Task
 from approx.validation import first_mistake
 from approx_kernels.runtime.atomic_file import atomic_file, write_whole
 
@@ -140,11 +141,12 @@ def prove(
             verdict, count = _within(interval, bound), judge.proof.inputs
             divergences[name] = loss
         proofs[name] = Proof.of(loss, interval, verdict, count, times.get(name))
-        verified[name] = _verified(judge.base.model, plans[name], one.model)
+        verified[name] = verified_in_memory(judge.base.model, plans[name], one.model)
     return Proven(proofs, scores, row, divergences, verified)
 
 
-def _verified(base: Any, plan: Plan, model: Any) -> bool:
+def verified_in_memory(base: Any, plan: Plan, model: Any) -> bool:
+    """Whether a conversion passes the checks that need no folder."""
     done = (verify.exact_limit(base, plan), verify.padding(model), verify.causality(model))
     return all(check.passed is not False for check in done)
 
@@ -155,6 +157,75 @@ def _within(interval: tuple[float, float] | None, bound: float | None) -> str:
     if interval is None or interval[0] <= bound < interval[1]:
         return "inconclusive"
     return "within the budget" if interval[1] <= bound else "beyond the budget"
+
+
+@dataclass
+class Scores:
+    """Predictions of a base, and of models compared with it, on the same examples.
+
+    Args:
+        base: The exact checkpoint.
+        processor: Its tokenizer or feature extractor.
+        task: The task.
+        read: The examples, as the model reads them.
+        ledgers: Folder of stored outputs; None stores none.
+
+    Attributes:
+        predictions: Label -> a prediction for each example, the base's first.
+    """
+
+    base: Checkpoint
+    processor: Any
+    task: Task
+    read: Prepared
+    ledgers: Path | None = None
+
+    def __post_init__(self) -> None:
+        self.predictions: dict[str, list[Any]] = {}
+        self._covered: dict[str, Coverage] = {}
+
+    def add(self, label: str, one: Checkpoint) -> None:
+        """Predict with a model; the base comes first."""
+        subject = subject_of(label, one, self.processor)
+        self.predictions[label] = predict(
+            subject, self.task, self.read, device=subject.model.device, ledgers=self.ledgers, halve=True
+        )
+        if (reach := coverage(subject, self.task, self.read)) is not None:
+            self._covered[label] = reach
+
+    def entry(self, margin: float | None, *, seed: int, settings: dict[str, Any], notes: Sequence[str] = ()) -> Quality:
+        """The scores, each model compared with the base.
+
+        Args:
+            margin: Acceptable loss, as in `EvaluateOptions`.
+            seed: Seed of the bootstrap.
+            settings: Of the task, as they were chosen.
+            notes: About the examples.
+        """
+        task, read, base = self.task, self.read, self.predictions[BASE]
+        metric, labels = METRICS[task.metrics[0]], [example.label for example in read.split.examples]
+        compared = compare(
+            task,
+            read.split.examples,
+            read.lengths,
+            self.predictions,
+            seed=seed,
+            covered=self._covered,
+            margin=metric.acceptable(margin, metric.value(base, labels)),
+        )
+        return Quality(
+            task=task.name,
+            split=read.split.name,
+            examples=len(labels),
+            subset=True,
+            truncated=read.truncated,
+            measures=task.measures,
+            notes=[*notes, *label_order(task, base, labels, self.base.model.config)],
+            settings=settings,
+            tokens=Tokens(median=median_low(read.lengths), longest=max(read.lengths), windows=read.windows),
+            outputs=None,
+            **vars(compared),
+        )
 
 
 def quality(
@@ -169,42 +240,14 @@ def quality(
         seed: Seed of the bootstrap.
         progress: Called with what happens, done and total.
     """
-    task, read = judge.of_task(judge.proof)
-    subjects = [subject_of(label, one, judge.processor) for label, one in {BASE: judge.base, **models}.items()]
-    ledgers = default_folder()
-    predictions = {}
-    for number, one in enumerate(subjects):
+    scores = Scores(judge.base, judge.processor, *judge.of_task(judge.proof), ledgers=default_folder())
+    subjects = {BASE: judge.base, **models}
+    for number, (label, one) in enumerate(subjects.items()):
         progress("prove", number, len(subjects))
-        predictions[one.name] = predict(one, task, read, device=one.model.device, ledgers=ledgers, halve=True)
+        scores.add(label, one)
     progress("prove", len(subjects), len(subjects))
-    covered = {one.name: reach for one in subjects if (reach := coverage(one, task, read)) is not None}
-    examples, lengths = read.split.examples, read.lengths
-    metric = METRICS[task.metrics[0]]
-    labels = [example.label for example in examples]
-    compared = compare(
-        task,
-        examples,
-        lengths,
-        predictions,
-        seed=seed,
-        covered=covered,
-        margin=metric.acceptable(margin, metric.value(predictions[BASE], labels)),
-    )
-    return Quality(
-        task=task.name,
-        split=read.split.name,
-        examples=len(examples),
-        subset=True,
-        truncated=read.truncated,
-        notes=[
-            "examples that the search did not see",
-            *label_order(task, predictions[BASE], labels, judge.base.model.config),
-        ],
-        settings=judge.stage.settings,
-        tokens=Tokens(median=median_low(lengths), longest=max(lengths), windows=read.windows),
-        outputs=None,
-        **vars(compared),
-    )
+    notes = ["examples that the search did not see"]
+    return scores.entry(margin, seed=seed, settings=judge.stage.settings, notes=notes)
 
 
 def loss_in_points(entry: Quality, name: str) -> tuple[float, tuple[float, float] | None, str]:
@@ -317,69 +360,96 @@ def _damaged(file: Path, error: Exception) -> ApproxError:
 
 
 def _train(model: Any, judge: Judge, seed: int, advance: Callable[[int], None]) -> None:
+    if judge.task is not None:
+        transfer(model, *judge.of_task(judge.search), judge.processor, seed=seed, advance=advance)
+        return
     with TemporaryDirectory() as place:
         folder = Path(place)
-        if judge.task is None:
-            # The rest of the text proves the plan.
-            rows = [batch.inputs["input_ids"][0].tolist() for batch in judge.search.batches]
-            searched = judge.processor.decode([*chain.from_iterable(rows)], skip_special_tokens=True)
-            text = folder / "text.txt"
-            text.write_text(searched, encoding="utf-8")
-            options = FinetuneStage(
-                recover=["transfer"],
-                text=[str(text)],
-                length=max(len(rows[0]), 8),
-                steps=_STEPS,
-                batch_size=_BATCH,
-                seed=seed,
-            )
-            finetune(
-                model,
-                judge.processor,
-                options,
-                folder=folder / "training",
-                # The scores before and after are not reported as steps.
-                progress=lambda what, done, total: advance(done) if what.startswith("transfer") else None,
-            )
-            return
-        data = _training_data(model, judge)
-        objective = Transfer(model, joint=False, match="outputs")
-        phase = Phase(
-            mode="transfer",
-            objective=objective,
-            trained=mechanism_parameters(model),
+        # The rest of the text proves the plan.
+        rows = [batch.inputs["input_ids"][0].tolist() for batch in judge.search.batches]
+        searched = judge.processor.decode([*chain.from_iterable(rows)], skip_special_tokens=True)
+        text = folder / "text.txt"
+        text.write_text(searched, encoding="utf-8")
+        options = FinetuneStage(
+            recover=["transfer"],
+            text=[str(text)],
+            length=max(len(rows[0]), 8),
             steps=_STEPS,
             batch_size=_BATCH,
-            accumulate=1,
-            learning_rate=_RATE,
-            mechanism_learning_rate=_RATE,
-            seconds=math.inf,
-            evaluate_every=_STEPS // 4,
-            warm_up=0.06,
-            schedule="cosine",
-            weight_decay=0.0,
-            patience=None,
-            penalty=0.0,
-            recompute=False,
-            bfloat16=False,
-            report_to=None,
             seed=seed,
         )
-        sample = {name: value.to(model.device) for name, value in data.batch([0], 0).items()}
-        measure = measure_of(phase, Preparation(data, [phase], set(), Measure("loss", True, None), sample), model)
-        train(
+        finetune(
+            model,
+            judge.processor,
+            options,
+            folder=folder / "training",
+            # The scores before and after are not reported as steps.
+            progress=lambda what, done, total: advance(done) if what.startswith("transfer") else None,
+        )
+
+
+def transfer(
+    model: Any,
+    task: Task,
+    read: Prepared,
+    processor: Any,
+    *,
+    seed: int,
+    advance: Callable[[int], None],
+    seconds: float = math.inf,
+) -> int:
+    """Fit the mechanisms of a model to exact attention in place, on the examples of a task; the last tenth chooses the best step.
+
+    Args:
+        model: The model.
+        task: The task.
+        read: Its examples, as the model reads them.
+        processor: Tokenizer or feature extractor.
+        seed: Seed of the order of examples.
+        advance: Called with steps done.
+        seconds: Time of the training.
+
+    Returns:
+        The number of steps that it took.
+    """
+    data = _training_data(model, task, read, processor)
+    phase = Phase(
+        mode="transfer",
+        objective=Transfer(model, joint=False, match="outputs"),
+        trained=mechanism_parameters(model),
+        steps=_STEPS,
+        batch_size=_BATCH,
+        accumulate=1,
+        learning_rate=_RATE,
+        mechanism_learning_rate=_RATE,
+        seconds=seconds,
+        evaluate_every=_STEPS // 4 if seconds == math.inf else None,
+        warm_up=0.06,
+        schedule="cosine",
+        weight_decay=0.0,
+        patience=None,
+        penalty=0.0,
+        recompute=False,
+        bfloat16=False,
+        report_to=None,
+        seed=seed,
+    )
+    sample = {name: value.to(model.device) for name, value in data.batch([0], 0).items()}
+    measure = measure_of(phase, Preparation(data, [phase], set(), Measure("loss", True, None), sample), model)
+    with TemporaryDirectory() as folder:
+        outcome = train(
             model,
             phase,
             data,
             measure,
-            folder,
+            Path(folder),
             resume=False,
             progress=lambda what, done, total: advance(done),
         )
+    return outcome.steps
 
 
-def _training_data(model: Any, judge: Judge) -> TrainingData:
-    task, read = judge.of_task(judge.search)
+def _training_data(model: Any, task: Task, read: Prepared, processor: Any) -> TrainingData:
     examples = read.split.examples
     count = max(1, round(len(examples) * _HELD_OUT))
     trained = replace(read.split, examples=examples[:-count])
@@ -399,7 +469,7 @@ def _training_data(model: Any, judge: Judge) -> TrainingData:
         encodings=encodings,
         labelled=False,
         limit=None,
-        processor=judge.processor,
+        processor=processor,
         config=model.config,
     )
 

@@ -112,6 +112,7 @@ class ImageClassification(Classification):
     """
 
     name = "image-classification"
+    usual: ClassVar[bool] = True
     head: ClassVar[Head] = IMAGE_CLASSIFICATION
     fields = ("image", "label")
     optional_fields = ()

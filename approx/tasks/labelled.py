@@ -35,6 +35,7 @@ class Classification(SequenceClassification):
     """
 
     name = "text-classification"
+    usual: ClassVar[bool] = True
     metrics = ("accuracy",)
     _other_labels: ClassVar[str] = (
         " Name the classes of the data, in the order of the model's outputs, with --set labels=."

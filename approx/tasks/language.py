@@ -39,6 +39,7 @@ class LanguageModelling(Text):
     """
 
     name = "lm"
+    usual: ClassVar[bool] = True
     head: ClassVar[Head] = CAUSAL_LANGUAGE_MODELLING
     metrics = ("bits_per_byte", "perplexity")
     measures = "likelihood"

@@ -35,6 +35,7 @@ class MaskedLanguageModelling(Text):
     """
 
     name = "mlm"
+    usual: ClassVar[bool] = True
     head: ClassVar[Head] = MASKED_LANGUAGE_MODELLING
     metrics = ("masked_loss", "perplexity")
     sliced_by: ClassVar[str] = "place in the window"

@@ -51,6 +51,7 @@ class Squad(Task):
     """
 
     head: ClassVar[Head] = QUESTION_ANSWERING
+    usual: ClassVar[bool] = True
     groups: ClassVar[Groups] = Groups("article")
     metrics = ("answer_f1", "exact_match")
     fields = ("question", "context", "answers")

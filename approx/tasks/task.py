@@ -65,6 +65,8 @@ class Task(ABC):
     """The setting that selects a part of a split, if any, such as `articles`."""
     measures: Literal["likelihood", "generation"] | None = None
     """For decoders: `likelihood` if given text is rated, `generation` if the model writes its answer token by token."""
+    usual: ClassVar[bool] = False
+    """Whether it is the task of data without a named task, for models with its head."""
     draws: ClassVar[bool] = False
     """Whether parts of an encoding, such as hidden tokens, are drawn at random from the id of the example."""
     input_name: ClassVar[str] = "input_ids"

@@ -39,6 +39,7 @@ class TokenClassification(Classification):
     """
 
     name = "token-classification"
+    usual: ClassVar[bool] = True
     head: ClassVar[Head] = TOKEN_CLASSIFICATION
     metrics = ("entity_f1", "token_accuracy")
     fields = ("tokens", "tags")

@@ -45,7 +45,7 @@ MAY_IMPORT = {
     "approx.patterns": "approx.errors approx.progress approx.mechanisms approx.publishing approx.evaluation.bench approx.evaluation.options approx.evaluation.record approx_kernels",
     "approx.doctor": "approx.errors approx.progress approx.measuring approx.tasks approx_kernels",
     "approx.pipeline": "approx.errors approx.progress approx.paths approx.version approx.recipe approx.grid approx.searching approx.pushing approx.publishing approx.measuring approx.finetuning approx.evaluation approx.conversion approx.planning approx.checkpoints approx.tasks approx_kernels",
-    "approx.inspection": "approx.errors approx.planning approx.checkpoints",
+    "approx.inspection": "approx.errors approx.evaluation.record approx.planning approx.checkpoints",
     "approx.api": "approx.inspection approx.pipeline approx.searching approx.errors approx.progress approx.validation approx.evaluation.options approx.evaluation.record approx.recipe approx.pushing approx.publishing approx.measuring approx.finetuning approx.conversion approx.planning approx.checkpoints approx.tasks",
     "approx.cli": "approx approx_kernels.runtime.atomic_file",
     "approx": "approx",

@@ -116,6 +116,7 @@ def bench(
                 rounds=options.rounds,
                 seconds=options.seconds,
                 warm_up_seconds=warm_up_seconds,
+                until=end,
             )
             read_prompts(list(runners.values()), device)
             # Not during the race: recording the choices takes time.

@@ -80,8 +80,8 @@ class BenchStage(Model):
         inputs: `real` (texts of the first task) or `synthetic` (random tokens).
         rounds: Minimum number of rounds; disturbed ones are repeated, at most doubling the number.
         seconds: Minimum time, in seconds, per length and batch size.
-        time_budget: Begin no further length that would probably end after this time, e.g. 10m; the first is always
-            timed.
+        time_budget: Begin no further length that would probably end after this time, e.g. 10m, and after it no further
+            round; three rounds of the first length are always timed.
         wait_idle: Before each length, wait up to this many seconds until other programs leave the cores free.
         fast_products: Use PyTorch's faster float32 matrix products on the CPU, in all models; `approx doctor --probe`
             shows the gain.

@@ -399,6 +399,8 @@ class Runner:
         return np.asarray(np.where(good.any(0), mean, ms.mean(0))), np.asarray(good.any(0))
 
 
+# Rounds of a race that has no time left.
+_FEWEST_ROUNDS = 3
 # Readings of a prompt, whose median counts.
 _READINGS = 3
 
@@ -425,6 +427,7 @@ def race(
     warm_up_seconds: float,
     block_ms: float = BLOCK_MS,
     memory: bool = True,
+    until: float = math.inf,
 ) -> None:
     """Warm up every runner, measure its memory, then time all of them in rounds.
 
@@ -438,6 +441,7 @@ def race(
         warm_up_seconds: Maximum warm-up of each runner.
         block_ms: Minimum duration of a repetition.
         memory: Whether to measure memory, which takes one more call.
+        until: When `time.monotonic` is past this, no further round begins, except for the first three.
     """
     for runner in runners:
         if runner.status != OK:
@@ -460,7 +464,8 @@ def race(
             _round(order[done % len(order) :] + order[: done % len(order)], device)
             done += 1
             enough = done >= rounds and time.perf_counter() - begun >= seconds
-            if enough and (done >= 2 * rounds or _believable(runners) >= rounds):
+            late = done >= _FEWEST_ROUNDS and time.monotonic() > until
+            if late or (enough and (done >= 2 * rounds or _believable(runners) >= rounds)):
                 break
     finally:
         gc.enable()

@@ -47,7 +47,7 @@ _SECONDS = 0.3
 _LOOK, _RACE = 0.25, 0.5
 # Where the first calls put the ceiling below this, it is measured before anything else.
 _DOUBTFUL = 1.25
-# Examples that are read, of which the lengths are counted.
+# Examples that are read at least, of which the lengths are counted.
 _READ = 1000
 # Examples of the first scores, which leave out what loses most; so many models need none.
 _FIRST, _FEW = 32, 2
@@ -332,7 +332,8 @@ class _Recommending:
             groups.setdefault(example.unit, []).append(example)
         members = [*groups.values()]
         order = np.random.default_rng(self.seed).permutation(len(members))
-        examples = [example for place in order for example in members[place]][:_READ]
+        self.total, most = len(loaded.examples), max(_READ, 2 * self.stage.examples)
+        examples = [example for place in order for example in members[place]][:most]
         split = Split(loaded.name, examples, subset=True)
         subject = Subject(self.base.source.name, self.base.model, self.processor)
         read = prepare([subject], task, split, batch_size=_BATCH, truncate=self.stage.truncate)
@@ -397,11 +398,13 @@ class _Recommending:
         return False
 
     def _bench(self, models: dict[str, Checkpoint], lengths: Sequence[int]) -> list[Speed]:
+        room = max(self._left * (_RACE if self.task is not None else 1.0), 1.0)
         grid = BenchStage(
             lengths=[*lengths],
             batches=[self.stage.batch],
             rounds=_ROUNDS,
             seconds=_SECONDS,
+            time_budget=f"{room:.0f}s",
             inputs="synthetic" if self.task is None else "real",
         )
         opened = {BASE: self.base, **models}
@@ -524,7 +527,8 @@ class _Recommending:
             self.left_out["scores"] = f"only {len(examples)} examples{long}; {2 * _FEWEST} are needed"
             return
         queue, begun = paying, time.monotonic()
-        first = min(_FIRST, len(examples) // 5) if len(paying) > _FEW else 0
+        room = 0.3 * self._left / (self.pace[BASE] + sum(one.seconds for one in paying))
+        first = min(_FIRST, len(examples) // 5, int(room)) if len(paying) > _FEW else 0
         if first >= _FEWEST:
             queue = self._first_scores(paying, examples[:first])
         else:
@@ -592,11 +596,11 @@ class _Recommending:
             made = conclude(self._record()) if done else None
             ratio = getattr(variant_of(self.speed[-1].variants, one.name), "ratio", None) or 0.0
             if made is not None and made.best is not None and ratio <= made.best.gain:
-                self.left_out[one.name] = f"only first scores: {made.best.name} is faster, and good enough"
+                self.left_out[one.name] = f"not scored further: {made.best.name} is faster, and good enough"
                 continue
             due = self.pace.get(one.name, one.seconds) * len(scores.read.split.examples)
             if done and due > self._left:
-                self.left_out[one.name] = f"only first scores: {self._no_room('others')}"
+                self.left_out[one.name] = self._no_room("further scores")
                 continue
             self.progress(f"score {one.name}", number, len(queue))
             self._predict(scores, one.name, one.one)
@@ -777,7 +781,8 @@ class _Recommending:
         needed, name = min(open_)
         mechanism = self.rules[name.removesuffix(HEALED)].mechanism
         generated = isinstance(self.task, Generated) and "examples" not in self.stage.settings
-        if not generated and needed > self.available:
+        read = len(self.split.examples) if self.split is not None else 1
+        if not generated and needed > self.total * self.available / read:
             # More of them would settle it, but there are no more.
             words = self._convert(name.removesuffix(HEALED), worthwhile_from(self.speed, name))
             return f"{_line(words)} && {_line(['approx', 'evaluate', 'converted', '--task', self.task_name, '--data', 'MORE'])}"

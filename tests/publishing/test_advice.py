@@ -3,8 +3,8 @@
 import pytest
 
 from approx.evaluation.record import Record
-from approx.publishing.summary import advice, recommendation
-from typed import part_of
+from approx.publishing.summary import advice, answer, conclude, recommendation
+from typed import known, part_of
 
 
 def quality(name: str, verdict: str = "no loss", longest: int = 3000, **more) -> dict:
@@ -75,6 +75,58 @@ LOST = "do not use: it loses 88.0 ± 4.0 points of accuracy on needle, beyond th
 def test_advice_weighs_quality_and_speed(entry, ratios, said):
     made = record("v", tasks=[quality("v", **entry)], rows=speed("v", ratios))
     assert recommendation(made) == [f"v: {said}"]
+
+
+def test_a_low_ceiling_rules_every_variant_out():
+    """With variants or without: a recommendation that times only the ceiling agrees with reports that time more."""
+    rows = speed("v", {512: 1.04})
+    rows[0] |= {
+        "base": {"status": "ok", "samples": 9},
+        "ceiling": {"status": "ok", "ratio": 1.05, "interval": [1.04, 1.06], "samples": 9},
+    }
+    why = "attention is 5 % of the time at 512 tokens, so that no mechanism can gain more than 1.05×."
+    alone = [rows[0] | {"variants": []}]
+    assert recommendation(record("v", tasks=[quality("v")], rows=rows)) == [f"v: stay exact: {why}"]
+    for made in (record("v", tasks=[quality("v")], rows=rows), record(rows=alone)):
+        assert answer(made) == f"Stay exact: {why}"
+    rows[0]["ceiling"] |= {"ratio": 1.5, "interval": [1.4, 1.6]}
+    assert recommendation(record(rows=[rows[0] | {"variants": []}])) == []
+    assert known(conclude(record("v", tasks=[quality("v")], rows=rows))).decision == "use"
+
+
+@pytest.mark.parametrize(
+    ("entry", "ratios", "decision", "said"),
+    [
+        (
+            {"verdict": "no loss", "difference": 0.0, "interval": [-0.008, 0.008]},
+            RISING,
+            "use",
+            "Use v at 1,024 tokens and above: 2.50× the speed of exact attention, no loss on needle (it scores the same ± 0.8 "
+            "points of accuracy, margin 1.0 points); below, keep exact attention.",
+        ),
+        (
+            {"verdict": "loss beyond margin"},
+            RISING,
+            "stay exact",
+            "Stay exact: v is faster, but it loses 88.0 ± 4.0 points of accuracy on needle at a margin of 1.0 points.",
+        ),
+        ({}, {512: 0.8}, "stay exact", "Stay exact: no gain at any measured length, up to 512 tokens."),
+        (
+            {"verdict": "inconclusive", "difference": -0.02, "interval": [-0.05, 0.01], "needed_examples": 1650},
+            RISING,
+            "not settled",
+            "Not settled: v loses 2.0 ± 3.0 points of accuracy on needle at a margin of 1.0 points; needs about 1,700 examples, "
+            "12 min.",
+        ),
+    ],
+)
+def test_the_answer_words_what_the_record_concludes(entry, ratios, decision, said):
+    made = record("v", tasks=[quality("v", **entry)], rows=speed("v", ratios))
+    assert known(conclude(made)).decision == decision
+    assert answer(made, lambda name, examples: "12 min") == said
+    assert {"use": "use", "stay exact": "do not use" if "verdict" in entry else "stay exact"}.get(
+        decision, decision
+    ) in recommendation(made)[0]
 
 
 def test_names_open_questions_of_busy_machines_and_missing_measurements():

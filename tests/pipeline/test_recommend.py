@@ -245,12 +245,12 @@ def test_a_budget_for_nothing_is_refused_with_the_smallest(base, clock):
 
 
 def test_lengths_and_models_that_do_not_fit_are_refused(base, clock):
-    with pytest.raises(ApproxError, match="Length 4096 is too long: .* takes 2048 positions"):
+    with pytest.raises(ApproxError, match=r"Length 4096 is too long: .* takes 2048 positions"):
         asked(base, lengths=[4096])
     with pytest.raises(ApproxError) as refused:
         asked(base, task="squad", settings={})
     assert refused.value.exit_code == Exit.UNSUPPORTED
-    with pytest.raises(ApproxError, match="Unknown mechanism 'locl'. Did you mean 'local'?"):
+    with pytest.raises(ApproxError, match=r"Did you mean .local."):
         asked(base, mechanisms=["locl"])
 
 
@@ -281,5 +281,5 @@ def test_a_record_gives_the_same_answer_in_a_report(base, clock, tmp_path):
 
 
 def test_python_takes_options_by_name():
-    with pytest.raises(ApproxError, match="recommend: .*tsk"):
+    with pytest.raises(ApproxError, match=r"recommend: .*tsk"):
         approx.recommend("quickstart", tsk="needle")

@@ -518,10 +518,15 @@ class _Recommending:
         starts = [worthwhile_from(self.speed, one.name) for one in paying]
         start = min((one for one in starts if one is not None), default=self.timed[-1])
         self.min_length = start if start > self.timed[0] and self.facts.fixed_length is None else None
-        split = self.split
+        examples = self.split.examples
         if self.min_length is not None:
-            split = self.task.at_least(split, self.processor, self.min_length, self.limit)
-        examples = split.examples
+            # None may be as long as the --lengths.
+            long_ones = self.min_length <= max(self.counts)
+            examples = (
+                self.task.at_least(self.split, self.processor, self.min_length, self.limit).examples
+                if long_ones
+                else []
+            )
         if len(examples) < 2 * _FEWEST:
             long = "" if self.min_length is None else f" of at least {self.min_length:,} tokens"
             self.left_out["scores"] = f"only {len(examples)} examples{long}; {2 * _FEWEST} are needed"
@@ -656,15 +661,20 @@ class _Recommending:
             read = prepare([subject], self.task, split, batch_size=_BATCH, truncate=self.stage.truncate)
             # The untrained one stays as it was scored.
             healed = self.composer.make(self.composer.everywhere(one.candidate))
-            steps = transfer(
-                healed.model,
-                self.task,
-                read,
-                self.processor,
-                seed=self.seed,
-                seconds=room,
-                advance=lambda step, name=one.name: self.progress(f"heal {name}", step, _MOST_STEPS),
-            )
+            try:
+                steps = transfer(
+                    healed.model,
+                    self.task,
+                    read,
+                    self.processor,
+                    seed=self.seed,
+                    seconds=room,
+                    advance=lambda step, name=one.name: self.progress(f"heal {name}", step, _MOST_STEPS),
+                )
+            except ApproxError as error:
+                # Such as that its loss is not finite, or that it is exact on inputs this short.
+                self.left_out[name] = str(error)
+                continue
             healed.model.eval()
             self.models[name] = healed
             self.verified |= {name} & {other + HEALED for other in self.verified}

@@ -21,6 +21,7 @@ from approx.publishing.report import write_report
 from approx.publishing.summary import answer, conclude
 from approx.searching.options import RecommendStage
 from approx.searching.search import Scores
+from approx.tasks.needle import FILLERS
 from typed import known, part_of
 
 
@@ -141,7 +142,8 @@ def test_stays_exact_where_nothing_is_faster_without_scoring_anything(base, cloc
 
 
 def test_stays_exact_where_what_is_faster_loses_too_much(base, clock):
-    clock.ratios = {"local": 2.0}
+    # Windows of 128 tokens on either side are exact here.
+    clock.ratios = {"local 32": 2.0, "local 64": 2.0}
     found = asked(base, mechanisms=["local"], margin=1.0)
     assert found.answer.startswith(
         "Stay exact: all 2 variants that were scored lose too much, but the least loss is that of local"
@@ -214,9 +216,10 @@ def test_heals_on_other_examples_than_those_that_score(base, clock, monkeypatch)
         "add",
         lambda self, name, one: (scored.extend(e.id for e in self.read.split.examples), predicted(self, name, one)),
     )
+    monkeypatch.setattr(module, "_MOST_STEPS", 20)
     clock.ratios = {"linear": 2.0}
-    found = asked(base, length=32, mechanisms=["linear"], heal=None, time_budget="5m")
-    (one, _) = found.tried
+    found = asked(base, length=256, mechanisms=["linear"], margin=1.0, heal=None, time_budget="5m")
+    (one,) = (one for one in found.tried if one.healed is not None)
     assert one.without is not None
     assert one.healed is not None
     assert one.healed[0].examples == one.without[0].examples
@@ -256,7 +259,9 @@ def test_lengths_and_models_that_do_not_fit_are_refused(base, clock):
 
 def test_long_examples_alone_score_what_is_faster_on_long_inputs(clock, tmp_path, base):
     clock.ratios, clock.from_ = {"local": 2.0}, 300
-    rows = [{"text": "ta to " * (40 if number % 2 else 180), "label": "red"} for number in range(80)]
+    rows = [
+        {"text": f"{FILLERS[0]} {FILLERS[1]} " * (40 if number % 2 else 180), "label": "red"} for number in range(80)
+    ]
     file = tmp_path / "texts.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
     stage = RecommendStage(

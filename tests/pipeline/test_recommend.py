@@ -260,7 +260,7 @@ def test_lengths_and_models_that_do_not_fit_are_refused(base, clock):
 def test_long_examples_alone_score_what_is_faster_on_long_inputs(clock, tmp_path, base):
     clock.ratios, clock.from_ = {"local": 2.0}, 300
     rows = [
-        {"text": f"{FILLERS[0]} {FILLERS[1]} " * (40 if number % 2 else 180), "label": "red"} for number in range(80)
+        {"text": f"{FILLERS[0]} {FILLERS[1]} " * (40 if number % 3 else 180), "label": "red"} for number in range(90)
     ]
     file = tmp_path / "texts.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
@@ -271,7 +271,7 @@ def test_long_examples_alone_score_what_is_faster_on_long_inputs(clock, tmp_path
     lengths = known(found.lengths)
     assert lengths.ninetieth == lengths.longest > 300 > lengths.quartiles[0]
     (task,) = found.record.quality
-    assert (task.task, task.examples) == ("text-classification", 40)
+    assert (task.task, task.examples) == ("text-classification", 30)
     assert any("only inputs of at least" in note for note in task.notes)
 
 

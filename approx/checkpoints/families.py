@@ -134,8 +134,11 @@ def register_family(stock_config: type) -> None:
     family = stock_config.model_type  # type: ignore[attr-defined]  # every config class has it
     converted = config_class(stock_config)
     transformers.AutoConfig.register(f"approx_{family}", converted, exist_ok=True)
-    for auto, stock in auto_classes(family).items():
-        register_model(auto, converted, model_class(getattr(transformers, stock)))
+    for auto, name in auto_classes(family).items():
+        stock = getattr(transformers, name)
+        # transformers may name a class of another family, such as a retriever on top of Qwen2.
+        if stock.config_class is stock_config:
+            register_model(auto, converted, model_class(stock))
 
 
 # Importing this module registers the families: `import approx` arranges it, and unpickling a converted model imports

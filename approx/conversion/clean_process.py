@@ -75,23 +75,24 @@ class _Absent:
             raise ModuleNotFoundError(f"{name} is blocked in this check", name=name)
 
 
-def _reload(folder: str, auto: str, scratch: str, calls: int, threads: int, cache: str) -> None:
-    """Load a folder and write the first output of each call; see `Reloader.first_outputs`."""
+def _reload(folder: str, auto: str, scratch: str, calls: int, threads: int, cache: str, stock: bool) -> None:
+    """Load a folder and write the first output of each call; see `verify.first_outputs`."""
     import transformers
     from safetensors.torch import load_file, save_file
 
     torch.set_num_threads(threads)
     os.environ["APPROX_CACHE"] = cache
-    model = getattr(transformers, auto).from_pretrained(folder, trust_remote_code=True).eval()
+    options: dict[str, Any] = {"dtype": "float32"} if stock else {"trust_remote_code": True}
+    model = getattr(transformers, auto).from_pretrained(folder, **options).eval()
     for module in model.modules():
         if hasattr(module, "exact_below"):
             module.exact_below = 0
     outputs = {}
     with widened(model), torch.inference_mode():
         for number in range(calls):
-            part = model.base_model if number else model
+            part = model.base_model if number and not stock else model
             inputs: dict[str, Any] = {**load_file(f"{scratch}/{number}.safetensors")}
-            if number and "use_cache" in inspect.signature(part.forward).parameters:
+            if (number or stock) and "use_cache" in inspect.signature(part.forward).parameters:
                 inputs["use_cache"] = False
             outputs[str(number)] = part(**inputs)[0].contiguous()
     save_file(outputs, f"{scratch}/outputs.safetensors")

@@ -313,7 +313,7 @@ def keep_dtypes(source: Path, target: Path) -> None:
         tensors = load_file(path)
         for name in differ:
             with safe_open(places[name], framework="pt") as file:
-                tensors[name] = _as_stored(tensors[name], file.get_tensor(name))
+                tensors[name] = as_stored(tensors[name], file.get_tensor(name))
         save_file(tensors, path, metadata={"format": "pt"})
         changed = True
     if changed and (target / INDEX).is_file():
@@ -326,7 +326,7 @@ def _dtypes(path: Path) -> dict[str, str]:
         return {name: file.get_slice(name).get_dtype() for name in names}
 
 
-def _as_stored(written: Tensor, stored: Tensor) -> Tensor:
+def as_stored(written: Tensor, stored: Tensor) -> Tensor:
     """The stored tensor if the written one differs only in dtype; of a table of positions, as many rows as written."""
     if written.shape == stored.shape:
         return stored if torch.equal(stored.to(written.dtype), written) else written

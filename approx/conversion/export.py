@@ -76,7 +76,8 @@ def export(
     Args:
         name: A folder, converted or not, or a model id of the hub.
         out: The folder to create: the program, config and tokenizer, and the figures of the check.
-        format: `torch-export` for `torch.export.load`, `onnx` for ONNX Runtime.
+        format: `torch-export` for `torch.export.load`, `onnx` for ONNX Runtime, `stock` for an ordinary checkpoint of
+            transformers, see `stock.py`.
         lengths: Three lengths of the check, in tokens, or in frames of speech.
         force: Whether an existing `out` is replaced.
         revision: Commit on the hub.
@@ -88,8 +89,21 @@ def export(
         ApproxError: if a mechanism cannot be exported, a package is missing, or the program computes something else.
     """
     out = Path(out)
+    if format == "stock":
+        from approx.conversion import stock
+
+        return stock.export(
+            name,
+            out,
+            lengths=lengths,
+            force=force,
+            revision=revision,
+            offline=offline,
+            merge_adapter=merge_adapter,
+            progress=progress,
+        )
     if format not in FILES:
-        raise ApproxError(f"There is no format '{format}'. Choose {' or '.join(FILES)}.")
+        raise ApproxError(f"There is no format '{format}'. Choose {', '.join(FILES)} or stock.")
     refuse_existing(out, force=force)
     refuse_unwritable(out)
     if format == "onnx":
@@ -101,7 +115,7 @@ def export(
     refuse_unexportable(model)
     # A program has no cache.
     model.config.use_cache = False
-    sizes = list(zip(_BATCHES, _lengths(model, lengths), strict=True))
+    sizes = list(zip(_BATCHES, check_lengths(model, lengths), strict=True))
     with (
         evaluating(model),
         torch.inference_mode(False),
@@ -178,7 +192,7 @@ def _refuse_missing() -> None:
     del onnxruntime, onnxscript
 
 
-def _lengths(model: Any, lengths: Sequence[int] | None) -> list[int]:
+def check_lengths(model: Any, lengths: Sequence[int] | None) -> list[int]:
     most = positions.limit(model.config)
     if lengths is None:
         return [min(length, most or length) for length in _LENGTHS]

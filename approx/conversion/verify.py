@@ -569,7 +569,7 @@ class Reloader:
         """Whether it still runs and belongs to this process, not to a parent that was forked."""
         return self._owner == os.getpid() and self._process.poll() is None
 
-    def first_outputs(self, folder: Path, auto: str, inputs: list[dict[str, Tensor]]) -> list[Tensor]:
+    def first_outputs(self, folder: Path, auto: str, inputs: list[dict[str, Tensor]], *, stock: bool) -> list[Tensor]:
         """See the module's function of the same name."""
         assert self._process.stdin
         assert self._process.stdout
@@ -578,7 +578,7 @@ class Reloader:
                 save_file({key: x.contiguous() for key, x in each.items()}, f"{scratch}/{number}.safetensors")
             request = {"folder": str(folder.resolve()), "auto": auto, "scratch": scratch, "calls": len(inputs)}
             # Share the compiled code and probe results: another implementation would round differently.
-            request |= {"threads": get_num_threads(), "cache": str(cache_folder().absolute())}
+            request |= {"threads": get_num_threads(), "cache": str(cache_folder().absolute()), "stock": stock}
             try:
                 print(json.dumps(request), file=self._process.stdin, flush=True)
                 status = self._process.stdout.readline().strip()
@@ -609,13 +609,15 @@ def begin() -> None:
         _usable()
 
 
-def first_outputs(folder: Path, auto: str, inputs: list[dict[str, Tensor]]) -> list[Tensor]:
+def first_outputs(folder: Path, auto: str, inputs: list[dict[str, Tensor]], *, stock: bool = False) -> list[Tensor]:
     """Load a folder in a fresh process and run it there, ignoring its `exact_below`.
 
     Args:
         folder: Folder of the checkpoint.
         auto: The auto class of transformers that loads it.
         inputs: Inputs of each call; the first calls the model, the others its base model, without a cache.
+        stock: Whether it is a folder without code: it is loaded in float32, and each call is one of the model, without a
+            cache.
 
     Returns:
         The first output of each call.
@@ -626,7 +628,7 @@ def first_outputs(folder: Path, auto: str, inputs: list[dict[str, Tensor]]) -> l
     with _lock:
         reloader = _usable()
         try:
-            return reloader.first_outputs(folder, auto, inputs)
+            return reloader.first_outputs(folder, auto, inputs, stock=stock)
         finally:
             if not _FORKS:
                 reloader.close()

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         bench,
         convert,
         evaluate,
+        export,
         fast_products,
         finetune,
         generate,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
         verify,
     )
 
-__all__ = ["ApproxError", "Plan", "__version__", "bench", "convert", "evaluate", "fast_products", "finetune"]
+__all__ = ["ApproxError", "Plan", "__version__", "bench", "convert", "evaluate", "export", "fast_products", "finetune"]
 __all__ += ["generate", "inspect", "load", "predict", "push", "recommend", "report", "revert", "search", "verify"]
 __dir__ = __all__.copy  # what an interactive session offers, loaded or not
 register_when_asked()

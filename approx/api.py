@@ -35,6 +35,7 @@ from approx.tasks import open_task
 from approx.validation import build
 
 if TYPE_CHECKING:
+    from approx.conversion.export import export
     from approx.finetuning.finetune import Healing, Rehearsal
     from approx.finetuning.options import FinetuneStage
     from approx.pipeline.recommend import Recommended
@@ -49,6 +50,7 @@ __all__ = [
     "bench",
     "convert",
     "evaluate",
+    "export",
     "fast_products",
     "finetune",
     "generate",
@@ -66,11 +68,15 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Measuring needs neither this room nor those of training and searching, which are imported where they are used.
+    # Measuring needs neither these rooms nor those of training and searching, which are imported where they are used.
     if name == "push":
         from approx.pushing.push import push
 
         return push
+    if name == "export":
+        from approx.conversion.export import export
+
+        return export
     raise AttributeError(f"module 'approx.api' has no attribute '{name}'")
 
 

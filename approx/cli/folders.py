@@ -22,6 +22,7 @@ def add_to(app: typer.Typer) -> None:
         _PANEL,
         "approx export converted -o program",
         "approx export converted --format onnx -o onnx --lengths 16,128,512",
+        "approx export converted --format stock -o stock",
     )(export)
 
 
@@ -59,7 +60,12 @@ def export(
     model: options.Model,
     output: options.Out,
     format_: Annotated[
-        str, typer.Option("--format", help="torch-export (model.pt2) or onnx (model.onnx).")
+        str,
+        typer.Option(
+            "--format",
+            help="torch-export (model.pt2), onnx (model.onnx), or stock: an ordinary checkpoint of transformers, if one of "
+            "its architectures attends as this model does.",
+        ),
     ] = "torch-export",
     lengths: Annotated[
         str | None, typer.Option(help="Three lengths to compare at, in tokens. Default: 12,40,120.")
@@ -69,8 +75,9 @@ def export(
     offline: options.Offline = False,
     merge_adapter: options.MergeAdapter = False,
 ) -> None:
-    """Export a checkpoint as a program for any batch size and length, without Python code of its own, and check it."""
+    """Export a checkpoint without Python code of its own, as a program or as a stock checkpoint, and check it."""
     from approx.conversion import export as exporting
+    from approx.conversion.stock import StockExported
 
     asked = None if lengths is None else options.read_numbers(lengths, "--lengths")
     with terminal.progress() as bar:
@@ -87,6 +94,11 @@ def export(
             progress=lambda step: bar(f"export: {step}", next(done, _EXPORT_STEPS - 1), _EXPORT_STEPS),
         )
     rows = [[size, f"{error:.1e}"] for size, error in made.largest_relative_difference.items()]
-    terminal.result(made, table(["batch x length", "largest relative difference"], rows), f"Written to {output}")
+    shown = [table(["batch x length", "largest relative difference"], rows), f"Written to {output}"]
+    if isinstance(made, StockExported):
+        windows = f", with a window of {made.window} in layers {made.layers}" if made.window else ""
+        shown.append(f"It is a {made.architecture} of transformers{windows}. Engines that serve models:")
+        shown.append(table(["engine", "runs it"], [[name, runs] for name, runs in made.engines.items()]))
+    terminal.result(made, *shown)
     for note in made.notes:
         terminal.note(note)

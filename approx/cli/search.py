@@ -23,7 +23,7 @@ _STAGE = Stage(
     panels={
         "Goal": "length budget speed latency batch",
         "Task": "task data settings split limit min_length truncate text",
-        "Search": "mechanisms candidates granularity heal calibration examples proof front time_budget",
+        "Search": "mechanisms candidates granularity stock heal calibration examples proof front time_budget",
     },
     renamed={"batch": "--batch-size"},
 )
@@ -38,6 +38,7 @@ def add_to(app: typer.Typer) -> None:
         "approx search my-model --task glue/sst2 --data SST-2 --budget 'loss<=0.5' --length 512 --speed 1.1x -o "
         "plan.yaml",
         "approx search gpt2 --text corpus.txt --budget 'kl<=0.05' --length 1024 --granularity heads -o plan.yaml",
+        "approx search my-llama --text corpus.txt --budget 'kl<=0.05' --length 4096 --stock -o plan.yaml",
         interrupted="Interrupted before there was a plan. Measurements are stored; run the same command with --resume to go on.",
         stage=_STAGE,
     )(search)
@@ -96,6 +97,8 @@ def search(
     if not found.feasible:
         raise typer.Exit(Exit.THRESHOLD)
     terminal.note(f"Next: approx convert {model} --plan {output} -o converted")
+    if stage.stock:
+        terminal.note("Then: approx export converted --format stock -o stock")
 
 
 def _shown(found: "Searched", output: Path) -> "list[Table | str]":

@@ -193,6 +193,11 @@ def _refuse_missing() -> None:
 
 
 def check_lengths(model: Any, lengths: Sequence[int] | None) -> list[int]:
+    """The lengths of the check, if the model takes them; by default three short ones.
+
+    Raises:
+        ApproxError: if there are not three, or the model does not take one.
+    """
     most = positions.limit(model.config)
     if lengths is None:
         return [min(length, most or length) for length in _LENGTHS]

@@ -2,8 +2,8 @@
 
 import copy
 import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,9 @@ from approx.mechanisms.longformer import LongformerAttention
 from approx.mechanisms.mechanism import BY_CONTENT, HeadGroups, Mechanism, chosen_by_content, latest
 from approx.planning import positions
 from approx.planning.anatomy import anatomy, ranges
+from approx.planning.plan import Plan, site_record
 from approx.planning.positions import example_inputs
+from approx.planning.rule import Rule
 from approx.seam.dispatch import build
 from approx.version import __version__
 
@@ -57,6 +59,13 @@ _PLAIN = {"attention_bias": False, "mlp_bias": False}
 _LIKE_BERT = ("bert", "roberta", "xlm-roberta", "camembert")
 
 
+_ENCODERS = (
+    *(f"Longformer{head}" for head in ("Model", "ForSequenceClassification", "ForTokenClassification")),
+    *(f"Longformer{head}" for head in ("ForMaskedLM", "ForQuestionAnswering")),
+    *(f"BigBird{head}" for head in ("Model", "ForMaskedLM", "ForTokenClassification")),
+)
+
+
 @dataclass(frozen=True)
 class Engine:
     """What the code of an engine that serves models says of an architecture.
@@ -74,7 +83,57 @@ class Engine:
     read: str
 
 
-ENGINES: tuple[Engine, ...] = ()
+# The only place that states this; the date is that of reading, and engines change.
+ENGINES: tuple[Engine, ...] = (
+    Engine(
+        "vLLM",
+        {
+            "MinistralForCausalLM": "yes, by its Transformers backend, with the window of each layer",
+            "Qwen3ForCausalLM": "loads, but its own Qwen3 ignores layer_types: pass --model-impl transformers, which reads them",
+            "ModernBertForSequenceClassification": "yes, with the window of each layer",
+            "ModernBertForTokenClassification": "yes, with the window of each layer",
+            **dict.fromkeys(_ENCODERS, "no: not in its registry"),
+        },
+        "models/registry.py at 0002bff0, models/transformers/base.py at 03bf3c92, models/modernbert.py, issue 39514",
+        "2026-11-28",
+    ),
+    Engine(
+        "SGLang",
+        {
+            "MinistralForCausalLM": "by its Transformers fallback, with the window of each layer, passed on unchanged where its "
+            "own models subtract the token itself: compare outputs beyond the window first",
+            "Qwen3ForCausalLM": "loads, but its own Qwen3 ignores layer_types",
+        },
+        "srt/models/transformers.py at 0465eebc, issue 22528",
+        "2026-11-28",
+    ),
+    Engine(
+        "llama.cpp",
+        {
+            "MinistralForCausalLM": "no: its converter does not know it, and its llama graph has no windows",
+            "Qwen2ForCausalLM": "converts, but without the windows",
+            "Qwen3ForCausalLM": "converts, but without the windows",
+            **dict.fromkeys(_ENCODERS, "no: its converter does not know it"),
+        },
+        "conversion/__init__.py at 00bdaa10, conversion/qwen.py at 03173d5e, src/models/llama.cpp at 069be0ae",
+        "2026-11-28",
+    ),
+    Engine(
+        "MLX-LM",
+        {
+            "MinistralForCausalLM": "no: it has no model type ministral; its llama reads layer_types and sliding_window, if "
+            "model_type says llama",
+            "Qwen2ForCausalLM": "loads, but ignores the windows",
+            "Qwen3ForCausalLM": "loads, but ignores the windows",
+            "Gemma2ForCausalLM": "loads, but ignores the windows",
+            "Gemma3ForCausalLM": "loads, but takes a window in all but each sixth layer, whatever layer_types says",
+            "Olmo3ForCausalLM": "yes, with the window of each layer",
+            **dict.fromkeys(_ENCODERS, "no: it has no such model type"),
+        },
+        "mlx_lm/utils.py and mlx_lm/models at d78bf58e",
+        "2026-11-28",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -172,7 +231,12 @@ def export(
     opened = checkpoint.load(name, **where)
     model = opened.model
     notes = [*opened.notes, *stock.notes]
-    with evaluating(model), torch.inference_mode(False), torch.no_grad(), atomic_folder(out, force=force, sealed=False) as folder:
+    with (
+        evaluating(model),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        atomic_folder(out, force=force, sealed=False) as folder,
+    ):
         progress("writing")
         notes += copy_companions(source, folder)
         _write(folder, stock, model, source.folder)
@@ -215,9 +279,11 @@ def export(
 
 
 def engines(architecture: str) -> dict[str, str]:
-    """What is known of each engine that could run an architecture."""
+    """What is known of each engine that could run an architecture, and where it was read."""
     return {
-        f"{engine.name} ({engine.source}, read {engine.read})": engine.runs.get(architecture, "not known")
+        engine.name: f"{engine.runs[architecture]} ({engine.source}; read {engine.read})"
+        if architecture in engine.runs
+        else "not known"
         for engine in ENGINES
     }
 
@@ -233,8 +299,79 @@ def expressed(config: Any, stock_class: type, *, separator: int | None = None) -
     Raises:
         ApproxError: naming the layers and mechanisms that no stock architecture has, and what is allowed.
     """
-    base = families.stock_config(config)
-    layers = _layers(config, base, stock_class)
+    return _of_sites(families.stock_config(config), config.approx["sites"], stock_class, separator)
+
+
+def of_plan(config: Any, stock_class: type, plan: Plan) -> Stock:
+    """The stock architecture that a plan for a model comes to, from its stock config alone.
+
+    Raises:
+        ApproxError: as for `expressed`, or if the plan does not fit the model.
+    """
+    assignment = plan.resolve(anatomy(config, stock_class))
+    return _of_sites(
+        config, {site.path: site_record(site, rules) for site, rules in assignment.items()}, stock_class, None
+    )
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Rules that the layers of one stock architecture may follow.
+
+    Attributes:
+        rules: Their numbers.
+        exact: Whether other layers may stay as they are.
+    """
+
+    rules: tuple[int, ...]
+    exact: bool
+
+
+def mixes(config: Any, stock_class: type, rules: Sequence[Rule]) -> list[Mix]:
+    """The sets of rules, each for whole layers, that stock architectures can express in one model.
+
+    Args:
+        config: The stock config.
+        stock_class: The stock class of the model.
+        rules: Mechanisms and settings.
+
+    Raises:
+        ApproxError: naming what is allowed, if none of them can be.
+    """
+    numbers = [site.layer for site in anatomy(config, stock_class).convertible]
+
+    def able(*chosen: tuple[int, Sequence[int]]) -> bool:
+        parts = (replace(rules[rule], layers=ranges(layers)) for rule, layers in chosen if layers)
+        try:
+            of_plan(config, stock_class, Plan(tuple(parts)))
+        except ApproxError as error:
+            if error.exit_code != Exit.UNSUPPORTED:
+                raise
+            return False
+        return True
+
+    def together(one: int, other: int) -> bool:
+        return able((one, numbers[:1]), (other, numbers[1:])) and able((other, numbers[:1]), (one, numbers[1:]))
+
+    usable = [rule for rule in range(len(rules)) if able((rule, numbers))]
+    if not usable:
+        named = ", ".join(dict.fromkeys(rule.mechanism for rule in rules))
+        raise ApproxError(
+            f"No stock architecture of transformers expresses {named} here. {allowed(config.model_type)}",
+            Exit.UNSUPPORTED,
+        )
+    found: dict[tuple[int, ...], Mix] = {}
+    for first in usable:
+        mix = [first]
+        for rule in usable:
+            if rule != first and all(together(rule, other) for other in mix):
+                mix.append(rule)
+        found.setdefault(tuple(sorted(mix)), Mix(tuple(sorted(mix)), able((first, numbers[:1]))))
+    return list(found.values())
+
+
+def _of_sites(base: Any, sites: Mapping[str, Mapping[str, Any]], stock_class: type, separator: int | None) -> Stock:
+    layers = _layers(sites, base, stock_class)
     changed = [layer for layer in layers if not _is_whole(layer)]
     if not changed:
         return Stock(stock_class, base)
@@ -251,18 +388,16 @@ def expressed(config: Any, stock_class: type, *, separator: int | None = None) -
     raise _refusal(changed, family)
 
 
-def _layers(config: Any, base: Any, stock_class: type) -> list[Layer]:
-    sites = config.approx["sites"]
+def _layers(sites: Mapping[str, Mapping[str, Any]], base: Any, stock_class: type) -> list[Layer]:
     found = []
     for site in anatomy(base, stock_class).sites:
         mechanism = build(sites[site.path]) if site.path in sites else None
-        found.append(Layer(site.layer, site.causal, mechanism, site.window, _said(mechanism)))
+        said = _said(mechanism) if mechanism else site.kept or "exact attention"
+        found.append(Layer(site.layer, site.causal, mechanism, site.window, said))
     return found
 
 
-def _said(mechanism: Mechanism | None) -> str:
-    if mechanism is None:
-        return "the base's own window"
+def _said(mechanism: Mechanism) -> str:
     if isinstance(mechanism, HeadGroups):
         return f"{' and '.join(dict.fromkeys(_said(part) for _, part in mechanism.members()))} in groups of heads"
     name = next((name for name, kind in MECHANISMS.items() if type(mechanism) is kind), type(mechanism).__name__)
@@ -324,8 +459,7 @@ def allowed(family: str) -> str:
 
 
 def _has_windows(family: str) -> bool:
-    kind = CONFIG_MAPPING[family] if family in CONFIG_MAPPING else None
-    return kind is not None and hasattr(kind(), "layer_types")
+    return family in CONFIG_MAPPING and hasattr(CONFIG_MAPPING[family](), "layer_types")
 
 
 # Decoders, and encoders with windows of their own
@@ -403,7 +537,9 @@ def _said_by(base: Any, without: Iterable[str] = ()) -> dict[str, Any]:
 
 def _counterpart(stock_class: type, family: str) -> Any:
     """The class of another family for the same task."""
-    old, new = (CONFIG_MAPPING[one].__name__.removesuffix("Config") for one in (stock_class.config_class.model_type, family))  # type: ignore[attr-defined]  # every model class has it
+    old, new = (
+        CONFIG_MAPPING[one].__name__.removesuffix("Config") for one in (stock_class.config_class.model_type, family)
+    )  # type: ignore[attr-defined]  # every model class has it
     task = stock_class.__name__.removeprefix(old)
     kind = getattr(transformers, f"{new}{task}", None)
     if kind is None:
@@ -462,7 +598,9 @@ class Marks:
     def mask(self, tokens: Tensor, real: Tensor) -> Tensor:
         """The mask of a batch: ids of its tokens and whether they are real, both [B, S]."""
         if self.tokens in BY_CONTENT:
-            return chosen_by_content(self.tokens, self.separator, tokens, real, (tokens.shape[0], tokens.shape[1])).long()
+            return chosen_by_content(
+                self.tokens, self.separator, tokens, real, (tokens.shape[0], tokens.shape[1])
+            ).long()
         mask = torch.zeros_like(tokens)
         for place in (0,) if self.tokens == "first" else self.tokens:
             assert isinstance(place, int)
@@ -508,7 +646,11 @@ def _longformer(base: Any, stock_class: type, layers: list[Layer], separator: in
             sizes.append(mechanism.window // 2 * 2)
             tokens = mechanism.global_tokens
             by_content = tokens in BY_CONTENT
-            marks.append(Marks(tuple(tokens) if isinstance(tokens, list) else tokens, mechanism.separator if by_content else None))
+            marks.append(
+                Marks(
+                    tuple(tokens) if isinstance(tokens, list) else tokens, mechanism.separator if by_content else None
+                )
+            )
         else:
             assert isinstance(mechanism, LocalAttention)
             sizes.append(2 * mechanism.left)
@@ -516,7 +658,9 @@ def _longformer(base: Any, stock_class: type, layers: list[Layer], separator: in
     if odd := [layer for layer, size in zip(layers, sizes, strict=True) if size < 2]:
         raise _refusal(odd, family)
     if any(max(sizes) % size for size in sizes):
-        raise _refusal(layers, family, why="; a Longformer pads inputs to its largest window, which the others have to divide")
+        raise _refusal(
+            layers, family, why="; a Longformer pads inputs to its largest window, which the others have to divide"
+        )
     if len({*marks}) > 1:
         raise _refusal(layers, family, why="; a Longformer has the same global tokens in every layer")
     kind = _counterpart(stock_class, "longformer")
@@ -544,9 +688,13 @@ def _longformer(base: Any, stock_class: type, layers: list[Layer], separator: in
 
     notes = []
     if rows:
-        notes.append("It counts the positions of real tokens alone, so pad inputs on the right, as BERT's tokenizers do.")
+        notes.append(
+            "It counts the positions of real tokens alone, so pad inputs on the right, as BERT's tokenizers do."
+        )
     one, itself = marks[0], _BY_ITSELF.get(kind.__name__)
-    needed = one != Marks("first") if kind.__name__.endswith("ForSequenceClassification") else bool(itself or one.tokens)
+    needed = (
+        one != Marks("first") if kind.__name__.endswith("ForSequenceClassification") else bool(itself or one.tokens)
+    )
     if needed:
         otherwise = itself or "marks no token"
         notes.append(f"Pass global_attention_mask with {one.said}: without it, {kind.__name__} {otherwise}.")

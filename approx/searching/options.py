@@ -75,6 +75,7 @@ class SearchStage(Model):
         candidates: A YAML list of mechanisms with settings to choose from instead, without layers or heads.
         granularity: One mechanism for each layer, or also layers that keep exact attention in the heads that need it
             most.
+        stock: Only plans that a stock architecture of transformers expresses, for approx export --format stock.
         heal: First fit mechanisms with parameters, such as linear, to exact attention, as finetune --recover transfer
             does.
         calibration: Examples that weigh the errors of layers. Default: 64, or all that compare plans.
@@ -103,6 +104,7 @@ class SearchStage(Model):
     )
     candidates: Rules | None = None
     granularity: Literal["layer", "heads"] = "layer"
+    stock: bool = False
     heal: Literal["transfer"] | None = None
     calibration: Count | None = None
     examples: Count = 300
@@ -179,6 +181,8 @@ def contradictions(stage: SearchStage) -> Iterator[str]:
         yield "Both a task and a text were given. Give the task to bound its score, or the text to bound a divergence."
     if stage.mechanisms is not None and stage.candidates is not None:
         yield "Both mechanisms and candidates were given. Give one of them."
+    if stage.stock and stage.granularity == "heads":
+        yield "Stock architectures have no groups of heads, but the granularity is heads. Leave out one of the two."
     bounded = stage.allowed and stage.allowed[0]
     if bounded == "loss" and stage.task is None:
         yield f"The budget {stage.budget} is in points of a task, but no task was given. Name one, or bound kl or error."

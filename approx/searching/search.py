@@ -23,6 +23,7 @@ from torch import Tensor
 from approx.checkpoints.checkpoint import Checkpoint
 from approx.checkpoints.history import LayerDivergence
 from approx.conversion import verify
+from approx.conversion.stock import Mix, mixes
 from approx.errors import ApproxError, Exit, shown
 from approx.evaluation.evaluate import default_folder, fingerprint, predict
 from approx.evaluation.inputs import Coverage, Prepared, coverage
@@ -878,6 +879,10 @@ class Search:
         self.trial_seconds = 0.0
         self.facts = facts_of(base, stage)
         self.candidates = candidates(stage, self.facts)
+        # Those that one model may mix, with a stock architecture; None for all.
+        self.mixes: list[Mix] | None = None
+        if stage.stock:
+            self.candidates, self.mixes = _expressible(base, self.candidates)
         progress("read the data", 0, 1)
         self.judge = Judge(base, stage, seed)
         self.composer = Composer(base, self.facts)
@@ -889,6 +894,7 @@ class Search:
             self.judge.examples_sha256,
             stage.heal,
             seed,
+            *(["stock"] if stage.stock else []),
         )
         self.trials = Trials(self.judge, self.composer, self.candidates, folder / MEASURED, self.about, progress)
         self.known: cost.Damages | None = None
@@ -919,10 +925,16 @@ class Search:
         longest = self._longest(costs)
         self.trials.costs = costs
         self.trials.space = space = Space(costs.saved, self.damages())
-        plans = _fitting(front(space.times, space.damages), longest)
+        spaces = [
+            Space(times, space.damages)
+            for times in self._mixed(space.times)
+            if longest is None or times.min(1).sum() <= longest + 1e-9
+        ]
+        plans = _fitting(_joined([front(one.times, one.damages) for one in spaces]), longest)
         try:
-            self.trials.anchor(anchors(space, np.inf if longest is None else longest))
-            return self._proven(plans, self._best(longest))
+            first = (plan for one in spaces for plan in anchors(one, np.inf if longest is None else longest))
+            self.trials.anchor(list(dict.fromkeys(first)))
+            return self._proven(plans, self._best(spaces, longest))
         except KeyboardInterrupt:
             if not self.trials.measured:
                 raise
@@ -980,7 +992,7 @@ class Search:
                 )
         else:
             wanted, goal = costs.exact / read_speed(self.stage.speed or ""), f"a speed of {self.stage.speed}"
-        fastest = costs.unchanged + float(np.where(np.isfinite(costs.saved), costs.saved, np.inf).min(1).sum())
+        fastest = costs.unchanged + min(float(times.min(1).sum()) for times in self._mixed(costs.saved))
         for reached, what in (
             (costs.ceiling, "even without any attention"),
             (fastest, "the fastest mix of the candidates"),
@@ -994,23 +1006,41 @@ class Search:
                 )
         return max(wanted * (1 - _RESERVE), fastest) - costs.unchanged
 
-    def _best(self, longest: float | None) -> Choices | None:
-        limit = len(self.trials.measured) + MOST
+    def _mixed(self, times: Floats) -> list[Floats]:
+        """The times of candidates, [sites, candidates], once for each mix, infinite for what does not belong to it."""
+        if self.mixes is None:
+            return [times]
+        found = []
+        for mix in self.mixes:
+            open_ = np.isin(np.arange(times.shape[1]), mix.rules)
+            some = np.where(open_, times, np.inf)
+            # Layers that no candidate can convert stay as they are in any mix.
+            stays = mix.exact | ~np.isfinite(some).any(1)
+            some[:, -1] = np.where(stays, times[:, -1], np.inf)
+            found.append(some)
+        return found
 
-        def more() -> bool:
-            out = self.stage.seconds is not None and self._elapsed() > _BEFORE_PROOF * self.stage.seconds
-            return not out and len(self.trials.measured) < limit
-
-        trials = self.trials
-        about = (trials.space, trials.divergence)
+    def _best(self, spaces: Sequence[Space], longest: float | None) -> Choices | None:
+        """The best plan of all spaces, which share the trials and the time among them."""
+        trials, found = self.trials, []
         begun, known = self._elapsed(), len(trials.measured)
-        if self.stage.allowed is None:
-            assert longest is not None
-            best = least_damage(*about, longest, trials.divergences, more)
-        else:
-            best = fastest_within(*about, trials.loss, self.stage.allowed[1], trials.divergences, more)
+        until = None if self.stage.seconds is None else _BEFORE_PROOF * self.stage.seconds
+        for number, space in enumerate(spaces, 1):
+            limit = len(trials.measured) + math.ceil(MOST / len(spaces))
+            end = np.inf if until is None else begun + (until - begun) * number / len(spaces)
+
+            def more(limit: int = limit, end: float = end) -> bool:
+                return self._elapsed() <= end and len(trials.measured) < limit
+
+            about = (space, trials.divergence)
+            if self.stage.allowed is None:
+                assert longest is not None
+                found.append(least_damage(*about, longest, trials.divergences, more))
+            else:
+                found.append(fastest_within(*about, trials.loss, self.stage.allowed[1], trials.divergences, more))
         self.trial_seconds = (self._elapsed() - begun) / max(len(trials.measured) - known, 1)
-        return best
+        better = trials.divergence if self.stage.allowed is None else trials.space.time
+        return min((plan for plan in found if plan is not None), key=better, default=None)
 
     def _elapsed(self) -> float:
         return time.monotonic() - self.begun
@@ -1150,6 +1180,26 @@ def facts_of(base: Checkpoint, stage: SearchStage) -> Anatomy:
             "or extend the checkpoint first."
         )
     return anatomy(base.model.config, type(base.model))
+
+
+def _expressible(base: Checkpoint, every: Sequence[Candidate]) -> tuple[list[Candidate], list[Mix]]:
+    """The candidates that a stock architecture expresses, and which of them by number one model may mix.
+
+    Raises:
+        ApproxError: if there are none.
+    """
+    found = mixes(base.model.config, type(base.model), [one.rule for one in every])
+    kept = sorted({rule for mix in found for rule in mix.rules})
+    return [every[rule] for rule in kept], [replace(mix, rules=tuple(map(kept.index, mix.rules))) for mix in found]
+
+
+def _joined(fronts: Sequence[Front]) -> Front:
+    """The plans of several fronts that none of another one beats."""
+    times, damages, choices = (np.concatenate(parts) for parts in zip(*fronts, strict=True))
+    order = np.lexsort((damages, times))
+    least = np.minimum.accumulate(damages[order])
+    rows = order[np.concatenate(([True], least[1:] < least[:-1]))]
+    return Front(times[rows], damages[rows], choices[rows])
 
 
 def _choices_of_plan(plans: Front, row: int) -> Choices:

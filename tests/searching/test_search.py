@@ -11,7 +11,9 @@ from safetensors.torch import save_file
 
 from approx.checkpoints.checkpoint import state_sha256
 from approx.checkpoints.history import Check
+from approx.conversion import stock
 from approx.errors import ApproxError, Exit
+from approx.measuring.measure import in_memory
 from approx.planning.rule import Rule
 from approx.searching import search
 from approx.searching.cost import Choice, Composer, Front, Measured
@@ -20,6 +22,8 @@ from approx.searching.outcome import Proof
 from approx.searching.search import FITTED, MEASURED, SENSITIVITIES, Search, facts_of
 from approx.tasks.metrics import METRICS
 from forms import HEDGEHOG
+from tiny_classifier import WORDS, tiny_tokenizer
+from zoo import tiny
 
 from .conftest import CANDIDATES
 
@@ -585,3 +589,50 @@ def test_plans_of_a_front_that_take_the_same_time_are_one(longest, chosen):
 )
 def test_the_verdict_of_a_divergence_goes_by_its_interval(interval, bound, verdict):
     assert search._within(interval, bound) == verdict
+
+
+def test_a_stock_search_of_bert_takes_one_mechanism_in_every_layer(searching):
+    made = searching(budget="kl<=0.5", stock=True)
+    assert [one.name for one in made.candidates] == ["local 1", "local 4"]
+    found = made.run()
+    # Exact layers, which would lose less, are in no Longformer.
+    assert all("local" in name for plan in made.trials.measured for name in made_of(made, plan))
+    if found.plan is not None:
+        assert stock.of_plan(made.composer.base.model.config, type(made.composer.base.model), found.plan).window
+
+
+@pytest.mark.parametrize("goal", [{"budget": "kl<=0.05"}, {"speed": "1.1x"}])
+def test_a_stock_search_of_a_decoder_keeps_to_one_window(goal, text, clock, tmp_path, monkeypatch):
+    monkeypatch.setattr(search, "MOST", 10)
+    base = in_memory(tiny("LlamaForCausalLM", vocab_size=len(WORDS), initializer_range=0.4), tiny_tokenizer())
+    options = {"length": 24, "text": str(text), "candidates": RULES, "examples": 6, "calibration": 4, "front": 2}
+    made = Search(
+        base,
+        SearchStage(**options, **goal, stock=True),
+        tmp_path / "out",
+        resume=False,
+        seed=0,
+        progress=lambda *_: None,
+    )
+    found = made.run()
+    windows = [{*made_of(made, plan)} - {"exact"} for plan in made.trials.measured]
+    assert all(len(some) <= 1 for some in windows)
+    # Both windows were tried, in some layers and in all.
+    assert {"local 1", "local 4"} == set().union(*windows)
+    assert found.plan is not None
+    made_stock = stock.of_plan(base.model.config, type(base.model), found.plan)
+    assert made_stock.kind.__name__ == "MinistralForCausalLM"
+
+
+def made_of(made, plan):
+    """What each layer of a plan runs, by name."""
+    return [choice.name for choice in made.trials.choices(plan)]
+
+
+def test_a_stock_search_does_not_go_on_with_another_one(searching):
+    options = {"budget": "kl<=0.5", "candidates": RULES[:2]}
+    assert searching(stock=True, **options).about != searching("other", **options).about
+    with pytest.raises(ApproxError, match="no groups of heads"):
+        searching(stock=True, granularity="heads", **options)
+    with pytest.raises(ApproxError, match="expresses block here"):
+        searching(stock=True, budget="kl<=0.5", candidates=RULES[2:])

@@ -837,9 +837,10 @@ def _sizes(stock: Stock, model: Any, lengths: Sequence[int] | None) -> list[tupl
 
 
 def _inputs(stock: Stock, model: Any, batch: int, length: int) -> dict[str, Tensor]:
-    """Random tokens; the last row is padded on the right, and of a decoder another one on the left."""
+    """Random inputs; the last row is padded on the right, and of a decoder another one on the left."""
     inputs = example_inputs(model, length, batch=batch, padded=length // 4 if batch > 1 else 0)
-    tokens = inputs["input_ids"]
+    if (tokens := inputs.get("input_ids")) is None or model.config.is_encoder_decoder:
+        return inputs
     mask = inputs.setdefault("attention_mask", torch.ones_like(tokens))
     if batch > 2 and any(site["causal"] for site in model.config.approx["sites"].values()):
         mask[1] = mask[-1].flip(0)
@@ -863,9 +864,9 @@ def _compare(folder: Path, stock: Stock, model: Any, sizes: Sequence[tuple[int, 
     errors = {}
     for (batch, length), given, actual in zip(sizes, inputs, found, strict=True):
         taken = {name: x for name, x in given.items() if name != "global_attention_mask"}
-        expected, mask = model(**taken)[0], given["attention_mask"].bool()
-        if expected.shape[:2] == mask.shape:
+        expected, mask = model(**taken)[0], given.get("attention_mask")
+        if mask is not None and expected.shape[:2] == mask.shape:
             # Outputs of padding are undefined.
-            expected, actual = expected[mask], actual[mask]
+            expected, actual = expected[mask.bool()], actual[mask.bool()]
         errors[f"{batch} x {length}"] = difference(actual, expected)
     return dict(sorted(errors.items(), key=lambda one: int(one[0].split()[-1])))

@@ -14,6 +14,7 @@ from approx.planning.anatomy import anatomy
 from approx.planning.plan import Plan
 from approx.planning.positions import example_inputs
 from approx.planning.rule import Rule
+from approx.seam.model import seal_model
 from converted import run
 from tiny_decoder import words
 from zoo import error_of, tiny
@@ -164,7 +165,7 @@ def test_the_weights_keep_their_dtypes_and_numbers(converted, tmp_path):
     norm = "model.norm.weight"
     tensors[norm] = tensors[norm].float()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "approx_manifest.json").unlink(missing_ok=True)
+    seal_model(folder)
     export.export(folder, tmp_path / "stock", format="stock")
     written = load_file(tmp_path / "stock" / "model.safetensors")
     assert written.keys() == tensors.keys()

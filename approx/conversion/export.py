@@ -43,7 +43,7 @@ class Exported:
     Attributes:
         output: The folder.
         file: Name of the program in it.
-        format: `torch-export` or `onnx`.
+        format: `torch-export`, `onnx` or `stock`.
         inputs: Names of its inputs.
         largest_relative_difference: Batch x length -> the largest relative difference from the model's outputs.
         versions: Package -> the version that exported it.

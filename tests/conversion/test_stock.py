@@ -1,6 +1,7 @@
 """Stock checkpoints: transformers alone computes what the converted model does, beyond its windows too; the rest is refused."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -51,6 +52,13 @@ def converted(tmp_path):
         return tmp_path / "converted"
 
     return converted
+
+
+def exported(folder, out):
+    """Export a folder by the function for all formats."""
+    made = export.export(folder, out, format="stock")
+    assert isinstance(made, stock.StockExported)
+    return made
 
 
 def refused(architecture, *rules, **config):
@@ -113,7 +121,7 @@ ENCODERS = [
 def test_transformers_alone_computes_the_same(
     architecture, config, rules, becomes, window, layers, converted, tmp_path
 ):
-    made = export.export(converted(architecture, *rules, **config), tmp_path / "stock", format="stock")
+    made = exported(converted(architecture, *rules, **config), tmp_path / "stock")
     assert becomes in (None, made.architecture)
     assert (made.window, made.layers) == (window, layers)
     assert max(made.largest_relative_difference.values()) < stock.TOLERANCE
@@ -138,7 +146,7 @@ def test_transformers_alone_computes_the_same(
 def test_the_window_counts_the_token_itself(left, right, length, converted, tmp_path):
     model = checkpoint.load(converted("LlamaForCausalLM", local(left=left, right=right))).model
     export.export(tmp_path / "converted", tmp_path / "stock", format="stock")
-    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "stock")
+    other: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "stock")
     assert other.config.sliding_window == left + 1
     inputs = example_inputs(model, length)
     with torch.no_grad():
@@ -152,7 +160,7 @@ def test_the_window_counts_the_token_itself(left, right, length, converted, tmp_
 def test_generates_the_same_with_and_without_a_cache(converted, tmp_path):
     model = checkpoint.load(converted("LlamaForCausalLM", local("0-1", 5), eos_token_id=None)).model
     export.export(tmp_path / "converted", tmp_path / "stock", format="stock")
-    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "stock")
+    other: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "stock")
     inputs = {**example_inputs(model, 20), "do_sample": False, "max_new_tokens": 20}
     expected = model.generate(**inputs)
     assert torch.equal(other.generate(**inputs), expected)
@@ -197,12 +205,12 @@ def test_a_process_without_approx_loads_model_and_tokenizer(converted, tmp_path)
 
 
 def test_which_tokens_have_to_be_marked_is_said(converted, tmp_path):
-    made = export.export(converted("BertForMaskedLM", longformer()), tmp_path / "stock", format="stock")
+    made = exported(converted("BertForMaskedLM", longformer()), tmp_path / "stock")
     assert made.global_attention_mask == "1 at the first token and 0 elsewhere"
     (note,) = [note for note in made.notes if "global_attention_mask" in note]
     assert "without it, LongformerForMaskedLM marks no token" in note
     inputs = example_inputs(model := checkpoint.load(tmp_path / "converted").model, 40)
-    other = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "stock")
+    other: Any = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "stock")
     mask = torch.zeros_like(inputs["input_ids"])
     mask[:, 0] = 1
     with torch.no_grad():
@@ -228,7 +236,7 @@ def test_a_mask_is_asked_for_only_where_the_class_marks_other_tokens(architectur
 
 
 def test_a_plan_of_exact_layers_is_its_base(converted, tmp_path):
-    made = export.export(converted("GPT2LMHeadModel", Rule("flash", "0-1", {})), tmp_path / "stock", format="stock")
+    made = exported(converted("GPT2LMHeadModel", Rule("flash", "0-1", {})), tmp_path / "stock")
     assert (made.architecture, made.window, made.layers) == ("GPT2LMHeadModel", None, "")
     base, written = tiny("GPT2LMHeadModel").state_dict(), load_file(tmp_path / "stock" / "model.safetensors")
     assert all(torch.equal(x, base[name]) for name, x in written.items())

@@ -98,7 +98,8 @@ class ExactPart(Mechanism, abstract=True):
             more = torch.isin(rank, torch.tensor(self._positions, device=k.device))
             more = more if key_mask is None else more & key_mask
         chosen = more if chosen is None else chosen if more is None else chosen | more
-        return Exactly(self.causal, self.window, chosen, self.scale)
+        most = None if self.reads_tokens else self.sinks + len(self._positions)
+        return Exactly(self.causal, self.window, chosen, self.scale, most)
 
     def joins(self) -> None:
         """Keep the factor of what the exact keys are joined with, of each head, and refuse a causal form without a window.

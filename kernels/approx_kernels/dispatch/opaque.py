@@ -60,7 +60,8 @@ def attend_as_one_operator(
     if who is not Observer.TRANSFORM:
         # C is faster than compiled steps; an export has the steps.
         in_c = who is Observer.COMPILER and not is_exporting() and mechanism.runs_c and q.device.type == "cpu"
-        traced = mechanism.compiles == "whole" and not (in_c and q.dtype in DTYPES and _has_c())
+        whole = mechanism.compiles == "whole" or (is_exporting() and mechanism.always_exact)
+        traced = whole and not (in_c and q.dtype in DTYPES and _has_c())
         if traced or who not in UNREADABLE:
             return None
     state = [*dict(mechanism.named_parameters()).values(), *dict(mechanism.named_buffers()).values()]

@@ -44,6 +44,9 @@ def exact_attention(
     # Kernels disagree on rows without an allowed key, so these see everything and are set to 0 afterwards.
     reached = allowed.any(-1, keepdim=True)
     allowed = allowed | ~reached
+    if torch.compiler.is_exporting():
+        # Runtimes of ONNX's `Attention` do not broadcast a mask over queries.
+        allowed = allowed.expand(-1, -1, length, -1)
     out = attend(attn_mask=allowed)
     return out.masked_fill(~reached, 0.0)
 
@@ -76,7 +79,9 @@ def materialised_attention(
     scale: float,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Softmax attention in plain steps; 16-bit inputs are computed in float32."""
+    """Softmax attention in plain steps; 16-bit inputs are computed in float32. Exported, it is PyTorch's operator."""
+    if torch.compiler.is_exporting():
+        return exact_attention(q, k, v, key_mask, causal=causal, scale=scale, dropout=dropout)
     wide = torch.promote_types(q.dtype, torch.float32)
     q, k, v = blank_padding(q, k, v, key_mask)
     with without_autocast(q.device.type):

@@ -18,6 +18,7 @@ def near_lists(
     chosen: Tensor | None,
     causal: bool,
     scale: float,
+    most: int | None = None,
 ) -> Near:
     """Like `near_keys`, in C; if several keys have the largest score, only one of them gets its gradient from `total`."""
     form = {"window": window, "causal": causal, "scale": scale}

@@ -78,18 +78,27 @@ class Front(NamedTuple):
     real: Tensor
 
     @classmethod
-    def of(cls, k: Tensor, v: Tensor, key_mask: Tensor | None, chosen: Tensor | None) -> "Front | None":
-        """The chosen keys that are real; None if no key is chosen."""
+    def of(
+        cls, k: Tensor, v: Tensor, key_mask: Tensor | None, chosen: Tensor | None, most: int | None = None
+    ) -> "Front | None":
+        """The chosen keys that are real; None if no key is chosen. `most` is as in `Exactly`."""
         if chosen is None:
             return None
         chosen = chosen if key_mask is None else chosen & key_mask
-        most = chosen.shape[1] if torch.compiler.is_exporting() else int(chosen.sum(1).max()) if chosen.numel() else 0
+        if torch.compiler.is_exporting():
+            # A program cannot count them; an input may have fewer keys than `most`.
+            most = chosen.shape[1] if most is None else most
+            chosen = F.pad(chosen, (0, most))
+        else:
+            most = int(chosen.sum(1).max()) if chosen.numel() else 0
         if not most:
             return None
         place = (~chosen).to(torch.uint8).argsort(dim=1, stable=True)[:, :most]
+        real = chosen.gather(1, place)
+        place = place.clamp(max=k.shape[2] - 1)
         rows = place[:, None, :, None]
         k, v = (x.gather(2, rows.expand(-1, x.shape[1], -1, x.shape[3])) for x in (k, v))
-        return cls(k, v, place, chosen.gather(1, place))
+        return cls(k, v, place, real)
 
 
 def near_keys(
@@ -102,6 +111,7 @@ def near_keys(
     chosen: Tensor | None,
     causal: bool,
     scale: float,
+    most: int | None = None,
 ) -> Near:
     """The softmax over the keys in a window and the chosen ones, of all blocks of queries at once.
 
@@ -114,12 +124,13 @@ def near_keys(
         chosen: [B, S] bool, the keys that every query sees; None for none.
         causal: Whether a query sees only keys at or before its own position.
         scale: Factor of the scores.
+        most: Most chosen keys of a sample, see `Exactly`.
     """
     length, keys, shared = q.shape[2], k.shape[2], sharing(q, k)
     before = keys - length
     wide = torch.promote_types(q.dtype, torch.float32)
     q, k, v = q.to(wide) * scale, k.to(wide), v.to(wide)
-    front = Front.of(k, v, key_mask, chosen)
+    front = Front.of(k, v, key_mask, chosen, most)
     left, right = reach(window, causal)
     if not torch.compiler.is_exporting():
         left, right = (min(side, max(keys, length)) for side in (left, right))
@@ -186,12 +197,15 @@ class Exactly(NamedTuple):
         window: Width of the window, see `reach`; 0 for none.
         chosen: [B, S] bool, the keys that every query sees; None for none.
         scale: Factor of the scores.
+        most: Most chosen keys of a sample, where positions choose them; None if unknown. Exported programs need it, which
+            otherwise compute as if every key could be chosen.
     """
 
     causal: bool
     window: int
     chosen: Tensor | None
     scale: float
+    most: int | None = None
 
 
 def check_exactly(exactly: Exactly, k: Tensor, dropout: float = 0.0) -> None:

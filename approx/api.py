@@ -1,6 +1,6 @@
 """The Python API of `approx`: the stages, as in the commands of the same names."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -212,6 +212,8 @@ def evaluate(
     dtype: str = "auto",
     offline: bool = False,
     merge_adapter: bool = False,
+    runtime: str | None = None,
+    beside: Sequence[str] = (),
     command: str = "",
     progress: Progress = silent,
     **options: Any,
@@ -219,7 +221,7 @@ def evaluate(
     """Score a model on a task and compare it with its exact base on the same examples.
 
     Args:
-        model: A folder, a hub model id, or `quickstart`; or a loaded model, which keeps its device and dtype, and whose
+        model: A folder, converted, exported or not, a hub model id, or `quickstart`; or a loaded model, which keeps its device and dtype, and whose
             outputs are not stored.
         task: Name of the task, e.g. `glue/sst2`; or the whole stage, instead of options by name.
         against: The base to compare with. By default a converted checkpoint is compared with its own weights under
@@ -234,6 +236,8 @@ def evaluate(
         dtype: `auto` or the name of a torch dtype.
         offline: Whether to use only local files and the hub's cache.
         merge_adapter: Whether a PEFT adapter next to the weights, or one named by its folder, is merged into them.
+        runtime: What runs exported programs, `onnxruntime` or `openvino`; None for the usual one of their formats.
+        beside: Further checkpoints or exported programs to compare with the base.
         command: The command as typed, for the record.
         progress: Called with stage, done and total.
         options: Options of `approx.evaluation.options.EvaluateStage`: data, split, limit, margin, settings, …
@@ -248,7 +252,9 @@ def evaluate(
     stage = _stage(EvaluateStage, "evaluate", whole, options if whole else {"task": task, **options})
     # Mistakes in the task must show before weights are loaded.
     task_of(stage)
-    opened = open_pair(model, against, device, dtype, offline, processor, merge_adapter=merge_adapter)
+    opened = open_pair(
+        model, against, device, dtype, offline, processor, merge_adapter=merge_adapter, runtime=runtime, beside=beside
+    )
     label = label_of(model)
     if stage.seeds > 1 and len(opened) == 1:
         raise ApproxError(
@@ -283,6 +289,8 @@ def bench(
     dtype: str = "auto",
     offline: bool = False,
     merge_adapter: bool = False,
+    runtime: str | None = None,
+    beside: Sequence[str] = (),
     command: str = "",
     progress: Progress = silent,
     interrupted: Callable[[Record], None] | None = None,
@@ -291,7 +299,7 @@ def bench(
     """Time a checkpoint side by side with exact attention and with no attention.
 
     Args:
-        model: A folder, a hub model id, or `quickstart`; or a loaded model, which keeps its device and dtype.
+        model: A folder, converted, exported or not, a hub model id, or `quickstart`; or a loaded model, which keeps its device and dtype.
         lengths: Tokens per sequence; or the whole stage, instead of options by name.
         against: The exact base of a converted model; by default its own weights under exact attention.
         processor: The tokenizer or processor of a loaded model, or the folder that holds it; needed with a task.
@@ -303,6 +311,8 @@ def bench(
         dtype: `auto` or the name of a torch dtype.
         offline: Whether to use only local files and the hub's cache.
         merge_adapter: Whether a PEFT adapter next to the weights, or one named by its folder, is merged into them.
+        runtime: What runs exported programs, `onnxruntime` or `openvino`; None for the usual one of their formats.
+        beside: Further checkpoints or exported programs to compare with the base.
         command: The command as typed, for the record.
         progress: Called with stage, done and total.
         interrupted: Called on Ctrl-C with the record of the sizes that were measured until then, if there are any.
@@ -324,7 +334,16 @@ def bench(
     else:
         open_task(texts.task, **texts.settings)
     opened = open_pair(
-        model, against, device, dtype, offline, processor, reads=texts is not None, merge_adapter=merge_adapter
+        model,
+        against,
+        device,
+        dtype,
+        offline,
+        processor,
+        reads=texts is not None,
+        merge_adapter=merge_adapter,
+        runtime=runtime,
+        beside=beside,
     )
     speed: list[Speed] = []
 

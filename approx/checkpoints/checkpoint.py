@@ -192,6 +192,8 @@ _IN_ORDER = (_SINGLE, INDEX, PICKLE, PICKLE_INDEX)
 _OTHER_WEIGHTS = (".gguf", ".safetensors", ".bin", ".h5", ".msgpack", ".pt", ".pth", ".ckpt")
 # With these files next to the weights, transformers adds an adapter to the model wherever peft is installed.
 ADAPTER = "adapter_config.json"
+# What an export found, beside its program; a folder with this file holds no weights for PyTorch.
+EXPORTED = "approx_export.json"
 _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 # Models are built from these numbers before any weight is read; a corrupt one would keep the machine busy for hours.
 _MOST = {"layer": 5_000, "labels": 1_000_000}
@@ -400,6 +402,8 @@ def _named_in(index: Path) -> list[Path]:
 
 
 def _no_weights(folder: Path) -> str:
+    if (folder / EXPORTED).is_file():
+        return f"{folder} is an exported program, which only evaluate and bench take. Give the checkpoint it was exported from."
     found = sorted(path.name for path in folder.iterdir() if path.suffix in _OTHER_WEIGHTS)
     if found and found[0].endswith(".gguf"):
         return (

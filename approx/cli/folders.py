@@ -23,6 +23,7 @@ def add_to(app: typer.Typer) -> None:
         "approx export converted -o program",
         "approx export converted --format onnx -o onnx --lengths 16,128,512",
         "approx export converted --format stock -o stock",
+        "approx export converted --format openvino --quantize int8 -o openvino",
     )(export)
 
 
@@ -63,10 +64,13 @@ def export(
         str,
         typer.Option(
             "--format",
-            help="torch-export (model.pt2), onnx (model.onnx), or stock: an ordinary checkpoint of transformers, if one of "
-            "its architectures attends as this model does.",
+            help="torch-export (model.pt2), onnx (model.onnx), openvino (model.xml), or stock: an ordinary checkpoint of "
+            "transformers, if one of its architectures attends as this model does.",
         ),
     ] = "torch-export",
+    quantize: Annotated[
+        str | None, typer.Option(help="int8: weights in 8 bits, in onnx and openvino. Default: float32.")
+    ] = None,
     lengths: Annotated[
         str | None, typer.Option(help="Three lengths to compare at, in tokens. Default: 12,40,120.")
     ] = None,
@@ -86,6 +90,7 @@ def export(
             model,
             output,
             format=format_,
+            quantize=quantize,
             lengths=asked,
             force=force,
             revision=revision,
@@ -94,7 +99,9 @@ def export(
             progress=lambda step: bar(f"export: {step}", next(done, _EXPORT_STEPS - 1), _EXPORT_STEPS),
         )
     rows = [[size, f"{error:.1e}"] for size, error in made.largest_relative_difference.items()]
-    shown = [table(["batch x length", "largest relative difference"], rows), f"Written to {output}"]
+    same = [] if made.equal_predictions is None else [f"Equal predictions: {made.equal_predictions:.1%}"]
+    columns = ["batch x length", "largest relative difference"]
+    shown = [table(columns, rows), *same, f"Written to {output}"]
     if isinstance(made, StockExported):
         windows = f", with a window of {made.window} in layers {made.layers}" if made.window else ""
         shown.append(f"It is a {made.architecture} of transformers{windows}. Engines that serve models:")

@@ -43,6 +43,7 @@ def add_to(app: typer.Typer) -> None:
         "approx evaluate converted --against base --task glue/sst2 --data SST-2 --margin 0.5 --fail-over -o "
         "record.json",
         "approx evaluate longer --against base --task documents --data texts.jsonl --extend-base",
+        "approx evaluate linear-int8 --against exact-onnx --task glue/sst2",
         "torchrun --nproc-per-node 4 --no-python approx evaluate converted --task squad --data squad",
         stage=_EVALUATE,
     )(evaluate)
@@ -52,6 +53,7 @@ def add_to(app: typer.Typer) -> None:
         "approx bench converted --lengths 512,2048 --batch-size 1,8",
         "approx bench converted --against base --task glue/sst2 --data SST-2 --max-length 4096 --lengths 1024,4096",
         "approx bench converted-gpt2 --mode generate --lengths 128,896",
+        "approx bench linear-int8 --against exact-onnx --beside exact-int8 --beside linear-onnx --lengths 128,512",
         stage=_BENCH,
     )(bench)
 
@@ -95,6 +97,8 @@ def evaluate(
     dtype: options.Dtype = "auto",
     offline: options.Offline = False,
     merge_adapter: options.MergeAdapter = False,
+    runtime: options.Runtime = None,
+    beside: options.Beside = None,
 ) -> None:
     """Score a checkpoint on a task and compare it with its base on the same examples."""
     from approx import api
@@ -128,6 +132,8 @@ def evaluate(
             dtype=dtype,
             offline=offline,
             merge_adapter=merge_adapter,
+            runtime=runtime,
+            beside=beside or (),
             command=typed_command(),
             progress=bar,
         )
@@ -181,6 +187,8 @@ def bench(
     dtype: options.Dtype = "auto",
     offline: options.Offline = False,
     merge_adapter: options.MergeAdapter = False,
+    runtime: options.Runtime = None,
+    beside: options.Beside = None,
 ) -> None:
     """Time a checkpoint side by side with exact attention and with no attention (the ceiling)."""
     from approx import api
@@ -216,6 +224,8 @@ def bench(
             dtype=dtype,
             offline=offline,
             merge_adapter=merge_adapter,
+            runtime=runtime,
+            beside=beside or (),
             command=typed_command(),
             progress=bar,
             interrupted=keep,

@@ -45,6 +45,22 @@ MergeAdapter = Annotated[
         rich_help_panel=_CHECKPOINT,
     ),
 ]
+Runtime = Annotated[
+    str | None,
+    typer.Option(
+        "--runtime",
+        help="What runs exported folders: onnxruntime or openvino. Default: that of their format.",
+        rich_help_panel=_CHECKPOINT,
+    ),
+]
+Beside = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--beside",
+        help="A further checkpoint or exported folder to compare with the base; may be repeated.",
+        rich_help_panel=_CHECKPOINT,
+    ),
+]
 AllowPickle = Annotated[
     bool,
     typer.Option("--allow-pickle", help="Accept pickled weights, which can run code.", rich_help_panel=_CHECKPOINT),

@@ -1,12 +1,15 @@
-"""Export a converted checkpoint as a program of torch.export or ONNX, and run it to check it."""
+"""Export a checkpoint as a program of torch.export, ONNX or OpenVINO, and run it to check it."""
 
+import io
 import json
 import logging
 import shutil
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +17,30 @@ import torch
 from torch import Tensor
 from torch.export import Dim, ExportedProgram
 
-from approx.checkpoints import checkpoint, families, foreign
+from approx.checkpoints import checkpoint, exported, families, foreign
 from approx.checkpoints.atomic_folder import atomic_folder, refuse_existing, refuse_overlap, refuse_unwritable
-from approx.conversion.calibration import evaluating, mechanisms
+from approx.checkpoints.checkpoint import EXPORTED
+from approx.checkpoints.exported import FILES, RUNTIMES, first_line, refuse_missing
+from approx.conversion.calibration import evaluating
 from approx.conversion.convert import copy_companions, forget_code
 from approx.conversion.verify import difference
 from approx.errors import ApproxError, Exit
 from approx.mechanisms import MECHANISMS
 from approx.planning import positions
+from approx.planning.anatomy import ranges
 from approx.planning.positions import example_inputs
 from approx.version import __version__
 
-FILES = {"torch-export": "model.pt2", "onnx": "model.onnx"}
-CHECK = "approx_export.json"
+PRECISIONS = ("int8",)
 # Batch sizes and lengths of the checks; the last inputs are padded.
 _BATCHES, _LENGTHS = (1, 3, 2), (12, 40, 120)
 _TRACED = (2, 100)
-# Largest difference relative to the largest output. ONNX Runtime has other kernels.
-_TOLERANCE = {"torch-export": 1e-4, "onnx": 1e-3}
+# Largest difference relative to the largest output. The runtimes have other kernels. Weights of int8 round each output by a few
+# hundredths; a program that mixes up scales, or whose activations do not fit int8, is wrong by about the output itself.
+_TOLERANCE = {"torch-export": 1e-4, "onnx": 1e-3, "openvino": 1e-3}
+_INT8_TOLERANCE = 0.3
+# The first version of ONNX whose operators include `Attention`, which runtimes fuse.
+_OPSET = 23
 # A file of protobuf has at most 2 GB; larger weights get a separate file.
 _MOST_IN_ONE_FILE = 1_500_000_000
 
@@ -43,9 +52,12 @@ class Exported:
     Attributes:
         output: The folder.
         file: Name of the program in it.
-        format: `torch-export`, `onnx` or `stock`.
+        format: `torch-export`, `onnx`, `openvino` or `stock`.
+        quantize: `int8`, or None for float32.
         inputs: Names of its inputs.
-        largest_relative_difference: Batch x length -> the largest relative difference from the model's outputs.
+        largest_relative_difference: Batch x length -> the largest relative difference from the outputs of the float32 model.
+        equal_predictions: Share of the checked inputs, or of their tokens, for which the largest output is the same; None if the
+            model does not choose among classes.
         versions: Package -> the version that exported it.
         notes: What a user should know.
     """
@@ -53,8 +65,10 @@ class Exported:
     output: str
     file: str
     format: str
+    quantize: str | None
     inputs: list[str]
     largest_relative_difference: dict[str, float]
+    equal_predictions: float | None
     versions: dict[str, str]
     notes: list[str]
 
@@ -64,6 +78,7 @@ def export(
     out: Path,
     *,
     format: str = "torch-export",  # the name of the option
+    quantize: str | None = None,
     lengths: Sequence[int] | None = None,
     force: bool = False,
     revision: str | None = None,
@@ -76,8 +91,9 @@ def export(
     Args:
         name: A folder, converted or not, or a model id of the hub.
         out: The folder to create: the program, config and tokenizer, and the figures of the check.
-        format: `torch-export` for `torch.export.load`, `onnx` for ONNX Runtime, `stock` for an ordinary checkpoint of
-            transformers, see `stock.py`.
+        format: `torch-export` for `torch.export.load`, `onnx` for ONNX Runtime and others, `openvino` for OpenVINO, `stock`
+            for an ordinary checkpoint of transformers, see `stock.py`.
+        quantize: `int8` for weights in 8 bits, in `onnx` and `openvino`; None for float32.
         lengths: Three lengths of the check, in tokens, or in frames of speech.
         force: Whether an existing `out` is replaced.
         revision: Commit on the hub.
@@ -89,6 +105,7 @@ def export(
         ApproxError: if a mechanism cannot be exported, a package is missing, or the program computes something else.
     """
     out = Path(out)
+    _refuse_precision(format, quantize)
     if format == "stock":
         from approx.conversion import stock
 
@@ -106,13 +123,13 @@ def export(
         raise ApproxError(f"There is no format '{format}'. Choose {', '.join(FILES)} or stock.")
     refuse_existing(out, force=force)
     refuse_unwritable(out)
-    if format == "onnx":
-        _refuse_missing()
+    _refuse_missing(format, quantize)
     progress("loading the weights")
+    _refuse_quantised(checkpoint.locate(name, revision=revision, offline=offline, merge_adapter=merge_adapter))
     opened = checkpoint.load(name, revision=revision, offline=offline, merge_adapter=merge_adapter)
     refuse_overlap(opened.source.folder, out)
     model = opened.model.float()
-    refuse_unexportable(model)
+    refuse_unexportable(model, format)
     # A program has no cache.
     model.config.use_cache = False
     sizes = list(zip(_BATCHES, check_lengths(model, lengths), strict=True))
@@ -130,66 +147,103 @@ def export(
         # The program needs no code; a custom tokenizer may.
         forget_code(folder)
         path = folder / FILES[format]
-        if format == "onnx":
-            progress("translating to ONNX")
-            _save_onnx(program, model, path)
-        else:
-            torch.export.save(program, path)
+        _save(program, model, path, format, quantize, progress)
         progress("comparing with the model")
-        run = _onnx_runner(path) if format == "onnx" else _torch_runner(path)
-        found = {f"{batch} x {length}": _error(model, run, batch, length) for batch, length in sizes}
+        run, runtime = _runner(path, format)
+        checks = {f"{batch} x {length}": _compare(model, run, batch, length) for batch, length in sizes}
+        alike = [same for one in checks.values() for same in one.alike]
+        found = {size: one.error for size, one in checks.items()}
         report = {
             "file": path.name,
             "format": format,
+            "quantize": quantize,
             "inputs": list(_inputs(model, *_TRACED)),
             "largest_relative_difference": found,
-            "versions": {"approx": __version__, "torch": torch.__version__},
+            "equal_predictions": sum(alike) / len(alike) if alike else None,
+            "versions": {"approx": __version__, "torch": torch.__version__, **runtime},
         }
-        (folder / CHECK).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        if wrong := [f"{size}: {error:.1e}" for size, error in found.items() if not error <= _TOLERANCE[format]]:
+        (folder / EXPORTED).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        allowed = _INT8_TOLERANCE if quantize else _TOLERANCE[format]
+        if wrong := [f"{size}: {error:.1e}" for size, error in found.items() if not error <= allowed]:
+            remedy = "Leave out --quantize, or quantise in the other format. " if quantize else ""
             raise ApproxError(
                 f"The exported program differs from {name} at {', '.join(wrong)} (batch x length; "
-                f"{_TOLERANCE[format]:.0e} is allowed). Nothing was written.",
+                f"{allowed:.0e} is allowed). {remedy}Nothing was written.",
                 Exit.VERIFICATION,
             )
-    return Exported(str(out), **report, notes=[*opened.notes, *notes])
+    return Exported(str(out), **report, notes=[*opened.notes, *notes, *_costs(model)])
 
 
-def refuse_unexportable(model: Any) -> None:
-    """Check that one program can compute a model at every length.
+def refuse_unexportable(model: Any, format: str = "torch-export") -> None:
+    """Check that one program of a format can compute a model at every length.
 
     Raises:
-        ApproxError: naming the mechanisms that cannot be exported, and why.
+        ApproxError: naming the mechanisms that cannot be exported with their layers, and why.
     """
-    reasons = {}
-    for part in mechanisms(model) if families.is_converted(model) else ():
-        named = next((name for name, kind in MECHANISMS.items() if type(part) is kind), None)
-        if named is not None and part.compiles != "whole":
-            reasons[named] = part.compiles.rstrip(".")
-        elif named is not None and part.exact_below:
-            reasons[named] = (
+    reasons: dict[str, list[int]] = {}
+    for layer, name, part in _parts(model):
+        why = None
+        if part.compiles != "whole" and not part.always_exact:
+            why = part.compiles.rstrip(".")
+        elif part.exact_below:
+            why = (
                 f"inputs below {part.exact_below} tokens keep exact attention, so their length decides what is computed"
             )
+        elif format != "torch-export" and getattr(part, "update", None) == "delta":
+            why = "ONNX has no operator that solves the triangular systems of the delta rule"
+        if why:
+            reasons.setdefault(f"{name} cannot be exported: {why}", []).append(layer)
     if reasons:
-        able = ", ".join(name for name, kind in MECHANISMS.items() if kind.compiles == "whole")
+        able = ", ".join(name for name, kind in MECHANISMS.items() if kind.compiles == "whole" or kind.always_exact)
+        listed = "; ".join(f"{why} (layer{'s' * (len(on) > 1)} {ranges(on)})" for why, on in reasons.items())
+        raise ApproxError(f"{listed}. Convert with one of {able} instead, without --exact-below.", Exit.UNSUPPORTED)
+
+
+def _parts(model: Any) -> Iterator[tuple[int, str, Any]]:
+    """The layer, name and mechanism of each group of heads of a converted model, of those mechanisms that a plan can name."""
+    for path, site in model.config.approx["sites"].items() if families.is_converted(model) else ():
+        for part in model.base_model.get_submodule(path).mechanism.modules():
+            name = next((name for name, kind in MECHANISMS.items() if type(part) is kind), None)
+            if name is not None:
+                yield site["layer"], name, part
+
+
+def _costs(model: Any) -> list[str]:
+    """Notes on layers whose program does more work than PyTorch does."""
+    layers = [layer for layer, _, part in _parts(model) if part.reads_tokens]
+    return [
+        f"Layers {ranges(layers)} choose global tokens by content: a program attends as if each token could be one, which costs "
+        "as much as exact attention. Convert with global_tokens none, first or positions."
+    ] * bool(layers)
+
+
+def _refuse_precision(format: str, quantize: str | None) -> None:
+    if quantize is None:
+        return
+    if quantize not in PRECISIONS:
+        raise ApproxError(f"The precision '{quantize}' is unknown; --quantize takes {', '.join(PRECISIONS)}.")
+    if format not in RUNTIMES:
         raise ApproxError(
-            f"{'; '.join(f'{named} cannot be exported: {reason}' for named, reason in reasons.items())}. Convert with "
-            f"one of {able} instead, without --exact-below.",
+            f"The format '{format}' takes no --quantize. Use it with --format {' or '.join(RUNTIMES)}."
+        )
+
+
+def _refuse_quantised(source: checkpoint.Source) -> None:
+    if source.raw.get("quantization_config"):
+        raise ApproxError(
+            f"{source.name} is quantised, and programs are made from float weights. Export the checkpoint from which it was "
+            "quantised, with --quantize int8 for weights in 8 bits.",
             Exit.UNSUPPORTED,
         )
 
 
-def _refuse_missing() -> None:
-    try:
-        import onnxruntime  # type: ignore[import-not-found]  # optional
-        import onnxscript  # type: ignore[import-not-found]  # optional
-    except ImportError as error:
-        raise ApproxError(
-            f"The format 'onnx' needs the packages onnx, onnxscript and onnxruntime ({error}). Install them: pip "
-            "install 'approx-attention[onnx]'.",
-            Exit.MISSING,
-        ) from None
-    del onnxruntime, onnxscript
+def _refuse_missing(format: str, quantize: str | None) -> None:
+    if format not in RUNTIMES:
+        return
+    packages = ["onnx", "onnxscript", "onnxruntime"]
+    if format == "openvino":
+        packages = ["onnx", "onnxscript", "openvino", *(["nncf"] if quantize else [])]
+    refuse_missing(*packages, what=f"The format '{format}'", extra=format)
 
 
 def check_lengths(model: Any, lengths: Sequence[int] | None) -> list[int]:
@@ -216,6 +270,12 @@ def _inputs(model: Any, batch: int, length: int) -> dict[str, Tensor]:
     main = model.main_input_name
     if main == "input_ids":
         inputs.setdefault("attention_mask", torch.ones_like(inputs[main]))
+        if (getattr(model.config, "type_vocab_size", None) or 0) > 1 and "token_type_ids" in signature(
+            model.forward
+        ).parameters:
+            # As of a pair of texts.
+            second = torch.arange(inputs[main].shape[1]) >= inputs[main].shape[1] // 2
+            inputs["token_type_ids"] = second.long().expand_as(inputs[main]).contiguous()
     return inputs
 
 
@@ -233,67 +293,146 @@ def _program(model: Any) -> ExportedProgram:
         # PyTorch raises many kinds here, with reports of many lines.
         raise ApproxError(
             f"A {type(model).__name__} with these mechanisms has no program for every batch size and length: "
-            f"{_first_line(error)}",
+            f"{first_line(error)}",
             Exit.UNSUPPORTED,
         ) from error
 
 
+def _save(
+    program: ExportedProgram,
+    model: Any,
+    path: Path,
+    format: str,
+    quantize: str | None,
+    progress: Callable[[str], None],
+) -> None:
+    """Write a program in its format."""
+    if format == "torch-export":
+        torch.export.save(program, path)
+        return
+    progress("translating to ONNX")
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        onnx = Path(folder) / FILES["onnx"]
+        straight = format == "onnx" and not quantize
+        _save_onnx(program, model, path if straight else onnx)
+        if straight:
+            return
+        try:
+            if format == "onnx":
+                _quantize_onnx(onnx, path, large=_bytes(model) > _MOST_IN_ONE_FILE)
+            else:
+                _save_openvino(onnx, path, quantize)
+        except Exception as error:
+            # The tools raise many kinds here.
+            raise ApproxError(
+                f"The {type(model).__name__} could not be written as {quantize or ''} {format}: {first_line(error)}",
+                Exit.UNSUPPORTED,
+            ) from error
+
+
+def _bytes(model: Any) -> int:
+    return sum(x.numel() * x.element_size() for x in model.state_dict().values())
+
+
 def _save_onnx(program: ExportedProgram, model: Any, path: Path) -> None:
     names = list(model(**_inputs(model, *_TRACED)))
-    made = torch.onnx.export(program, dynamo=True, output_names=names, verbose=False)
+    made = torch.onnx.export(program, dynamo=True, opset_version=_OPSET, output_names=names, verbose=False)
     assert made is not None
-    size = sum(x.numel() * x.element_size() for x in model.state_dict().values())
-    made.save(path, external_data=size > _MOST_IN_ONE_FILE)
+    made.save(path, external_data=_bytes(model) > _MOST_IN_ONE_FILE)
 
 
-def _torch_runner(path: Path) -> Callable[[dict[str, Tensor]], Tensor]:
-    program = torch.export.load(path).module()
-    return lambda inputs: program(**inputs)[0]
+def _quantize_onnx(path: Path, out: Path, *, large: bool) -> None:
+    """Round the weights of matrix products to int8, with a scale for each column; activations are rounded as they arise."""
+    from onnxruntime.quantization import QuantType, quantize_dynamic  # type: ignore[import-not-found]  # optional
 
-
-def _onnx_runner(path: Path) -> Callable[[dict[str, Tensor]], Tensor]:
-    import onnxruntime  # type: ignore[import-not-found]  # optional
-
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    taken = {each.name for each in session.get_inputs()}
-    return lambda inputs: torch.from_numpy(
-        session.run(None, {name: x.numpy() for name, x in inputs.items() if name in taken})[0]
+    # ONNX Runtime has another `Attention` of its own, so the kinds of operators are named.
+    quantize_dynamic(
+        path,
+        out,
+        op_types_to_quantize=["MatMul", "Gemm"],
+        per_channel=True,
+        weight_type=QuantType.QInt8,
+        use_external_data_format=large,
     )
 
 
-def _error(model: Any, run: Callable[[dict[str, Tensor]], Tensor], batch: int, length: int) -> float:
+def _save_openvino(path: Path, out: Path, quantize: str | None) -> None:
+    import openvino  # type: ignore[import-not-found]  # optional
+
+    made = openvino.convert_model(str(path))
+    if quantize:
+        import nncf  # type: ignore[import-not-found]  # optional
+
+        nncf.set_log_level(logging.ERROR)
+        # It draws its progress on stdout.
+        with redirect_stdout(io.StringIO()):
+            made = nncf.compress_weights(made, mode=nncf.CompressWeightsMode.INT8_ASYM)
+    openvino.save_model(made, str(out), compress_to_fp16=False)
+
+
+# Inputs by name -> the outputs in order.
+Run = Callable[[dict[str, Tensor]], Sequence[Tensor]]
+
+
+def _runner(path: Path, format: str) -> tuple[Run, dict[str, str]]:
+    """What runs a program, and the name and version of its runtime."""
+    if format == "torch-export":
+        return _torch_runner(path), {}
+    opened = exported.session(path, RUNTIMES[format][0])
+    name, version = opened.runtime.split()
+    return lambda inputs: list(opened.run(inputs).values()), {name: version}
+
+
+def _torch_runner(path: Path) -> Run:
+    program = torch.export.load(path).module()
+
+    def run(inputs: dict[str, Tensor]) -> Sequence[Tensor]:
+        found = program(**inputs)
+        return list(found.values()) if isinstance(found, dict) else found
+
+    return run
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """The largest relative difference of any output, and of each prediction whether it is the same."""
+
+    error: float
+    alike: list[bool]
+
+
+def _compare(model: Any, run: Run, batch: int, length: int) -> _Comparison:
     inputs = _inputs(model, batch, length)
-    expected = model(**inputs)[0]
+    expected = model(**inputs)
     try:
         actual = run(inputs)
     except Exception as error:
-        # PyTorch and ONNX Runtime raise many kinds here.
+        # PyTorch and the runtimes raise many kinds here.
         raise ApproxError(
-            f"The exported program does not take {batch} inputs of {length} tokens: {_first_line(error)}. Nothing was "
+            f"The exported program does not take {batch} inputs of {length} tokens: {first_line(error)}. Nothing was "
             "written.",
             Exit.VERIFICATION,
         ) from error
     mask = inputs.get("attention_mask")
-    if mask is not None and expected.shape[:2] == mask.shape:
-        # Outputs of padding are undefined.
-        expected, actual = expected[mask.bool()], actual[mask.bool()]
-    return difference(actual, expected)
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__)[:300]
+    errors, alike = [], []
+    for (name, right), found in zip(expected.items(), actual, strict=True):
+        if mask is not None and right.shape[:2] == mask.shape:
+            # Outputs of padding are undefined.
+            right, found = right[mask.bool()], found[mask.bool()]
+        errors.append(difference(found, right))
+        if name == "logits" and right.shape[-1] > 1:
+            alike = (found.argmax(-1) == right.argmax(-1)).flatten().tolist()
+    return _Comparison(max(errors), alike)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence warnings of PyTorch's exporters about deprecated parts of PyTorch."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    """Silence what exporters and quantisers say of parts that are deprecated, and of steps that could come before theirs."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(level)
+        logging.disable(disabled)

@@ -275,7 +275,7 @@ def export(
                 "than that. Nothing was written; --format torch-export needs no such architecture.",
                 Exit.VERIFICATION,
             )
-    return StockExported(str(out), **report, notes=notes)  # type: ignore[arg-type]  # the keys are its fields
+    return StockExported(str(out), quantize=None, equal_predictions=None, **report, notes=notes)  # type: ignore[arg-type]  # the keys are its fields
 
 
 def engines(architecture: str) -> dict[str, str]:

@@ -42,6 +42,7 @@ class Contender:
             has to be prepared.
         cache_mb: Megabytes of the cache after a `run`; None if it leaves none.
         prompt: Reads the prompt on the same inputs and writes one token, timed by itself; None if there is no prompt.
+        fixed: Name of the attention of a base that has no other, as an exported program; None to choose the fastest.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Contender:
     begin: Callable[[Any], object] | None = None
     cache_mb: Callable[[], float] | None = None
     prompt: Callable[[Any], object] | None = None
+    fixed: str | None = None
 
 
 def bench(
@@ -210,8 +212,8 @@ def _prepare(
     exact = [runners.pop(contender.name) for contender in contenders if contender.role == "exact"]
     names = [contender.name for contender in contenders if contender.role == "exact"]
     others = {name: runner.call for name, runner in zip(names, exact, strict=True)}
-    baseline = DEFAULT
-    if maker.status == OK:
+    baseline = next((contender.fixed for contender in contenders if contender.fixed), DEFAULT)
+    if maker.status == OK and baseline == DEFAULT:
         # Only the base changes: variants that call SDPA keep its default, as their users do.
         base = next(runner for runner in runners.values() if runner.turns == 2)
         default = base.call

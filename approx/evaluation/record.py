@@ -395,6 +395,7 @@ class Checkpoint(Written):
         parameters: Number of parameters.
         layers: Number of layers with self-attention.
         positions: Maximum number of positions; null if unlimited.
+        runtime: What runs it, if it is an exported program, and the precision of its weights; null for PyTorch.
     """
 
     name: str
@@ -404,6 +405,7 @@ class Checkpoint(Written):
     parameters: Count
     layers: Count
     positions: int | None
+    runtime: str | None = None
 
 
 class Layer(Written):
@@ -436,6 +438,7 @@ class Variant(Written):
         verified: Whether its conversion passed its checks.
         receipt: Receipt of the conversion (see `approx.checkpoints.history`), or null.
         weights_sha256: Hash of its weights; older records lack it.
+        runtime: What runs it, if it is an exported program, and the precision of its weights; null for PyTorch.
     """
 
     name: str
@@ -443,6 +446,7 @@ class Variant(Written):
     verified: bool
     receipt: Receipt | None
     weights_sha256: str | None = None
+    runtime: str | None = None
 
 
 class BaseQuality(Written):

@@ -19,8 +19,9 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from approx.checkpoints import checkpoint, families
+from approx.checkpoints import checkpoint, exported, families
 from approx.checkpoints.checkpoint import Checkpoint, Source, processor_of, state_sha256
+from approx.checkpoints.exported import ExportedModel
 from approx.checkpoints.history import conversion, read_receipt
 from approx.conversion import surgery
 from approx.conversion.calibration import calibrate, calibration_batch, mechanisms
@@ -118,18 +119,29 @@ def variant_of(label: str, one: Checkpoint) -> Variant:
                 **_spans(mechanism, one.model.config),
             )
             for path, site in sorted(sites.items(), key=lambda item: item[1]["layer"])
-            for part, mechanism in zip(described(site), _members(one.model, path), strict=True)
+            for part, mechanism in zip(described(site), _members(one, path), strict=True)
         ],
-        # An unconverted model has nothing to verify.
-        verified=not one.source.converted or (receipt is not None and receipt.verified),
+        # An unconverted model has nothing to verify; an export was compared with its model.
+        verified=_runs_exported(one) or not one.source.converted or (receipt is not None and receipt.verified),
         receipt=None if receipt is None else receipt.model_dump(mode="json"),
         weights_sha256=one.weights_sha256,
+        runtime=_runtime(one),
     )
 
 
-def _members(model: Any, path: str) -> list[Any]:
-    """The mechanism of a layer, or those of the groups of its heads."""
-    mechanism = model.base_model.get_submodule(path).mechanism
+def _runs_exported(one: Checkpoint) -> bool:
+    return isinstance(one.model, ExportedModel)
+
+
+def _runtime(one: Checkpoint) -> str | None:
+    return one.model.runtime if _runs_exported(one) else None
+
+
+def _members(one: Checkpoint, path: str) -> list[Any]:
+    """The mechanism of a layer, or those of the groups of its heads; None for each in a program, which has no modules."""
+    if _runs_exported(one):
+        return [None] * len(described(one.source.raw["approx"]["sites"][path]))
+    mechanism = one.model.base_model.get_submodule(path).mechanism
     return list(getattr(mechanism, "groups", [mechanism]))
 
 
@@ -231,7 +243,7 @@ def identity(opened: Checkpoint) -> str:
     config = {key: value for key, value in model.config.to_dict().items() if key != "_name_or_path"}
     generation = getattr(model, "generation_config", None)
     ways = None if generation is None else generation.to_dict()
-    versions = (torch.__version__, transformers.__version__, code())
+    versions = (_runtime(opened) or torch.__version__, transformers.__version__, code())
     return fingerprint(type(model).__name__, opened.weights_sha256, config, ways, str(model.dtype), versions)
 
 
@@ -317,22 +329,30 @@ def open_all(
     revision: str | None = None,
     offline: bool = False,
     merge_adapter: bool = False,
+    runtime: str | None = None,
 ) -> dict[str, checkpoint.Checkpoint]:
-    """Load several checkpoints onto one device.
+    """Load several checkpoints or exported programs onto one device; programs run in their runtime, on the CPU.
 
     Raises:
         ApproxError: if the device or dtype is not available, or a checkpoint cannot be loaded.
     """
-    device = choose_device(device)
+    # Compared with a program, a model runs on the CPU too.
+    device = "cpu" if device == "auto" and any(map(exported.is_exported, names.values())) else device
+    _check_choice("device", device)
     _check_choice("dtype", dtype)
-    opened = {
-        label: checkpoint.load(
-            name, dtype=dtype, device=device, revision=revision, offline=offline, merge_adapter=merge_adapter
+
+    def load(name: str) -> checkpoint.Checkpoint:
+        if exported.is_exported(name):
+            return exported.load(name, runtime=runtime, dtype=dtype, device=device)
+        chosen = choose_device(device)
+        return checkpoint.load(
+            name, dtype=dtype, device=chosen, revision=revision, offline=offline, merge_adapter=merge_adapter
         )
-        for label, name in names.items()
-    }
+
+    opened = {label: load(name) for label, name in names.items()}
     halves = {str(one.model.dtype).removeprefix("torch.") for one in opened.values()} & {"bfloat16", "float16"}
-    if halves and device == "cpu" and dtype == "auto" and not multiplies_bfloat16():
+    on_cpu = all(one.model.device.type == "cpu" for one in opened.values())
+    if halves and on_cpu and dtype == "auto" and not multiplies_bfloat16():
         _LOG.info(
             "The checkpoint is stored in %s, for which this processor has no instructions: --dtype float32 is faster.",
             " and ".join(sorted(halves)),
@@ -389,6 +409,8 @@ def measure_quality(
 
     With `fresh`, stored outputs are ignored and none are stored.
     """
+    seeds, ablate = {"--seeds": stage.seeds > 1}, {"--ablate": stage.ablate}
+    _refuse_exported(opened, seeds | ablate | {"--fast-products": stage.fast_products})
     subjects = {}
     for label, one in opened.items():
         subject = subject_of(label, one, checkpoint.processor(one.source), fast_products=stage.fast_products)
@@ -421,6 +443,8 @@ def measure_speed(
     progress: Progress,
 ) -> Iterator[Speed]:
     """The `speed` entries of a record, each as soon as it is measured; the first checkpoint is the exact base of all others."""
+    longer, generates = {"--max-length": stage.max_length is not None}, {"--mode generate": stage.mode == "generate"}
+    _refuse_exported(opened, longer | generates | {"--fast-products": stage.fast_products})
     models = {label: _long_enough(one.model, stage.max_length) for label, one in opened.items()}
     base, source = models[BASE], opened[BASE].source
     facts = anatomy.anatomy(families.stock_config(source.config), source.stock_class)
@@ -454,6 +478,18 @@ def measure_speed(
             yield row.model_copy(update={"fast_products": stage.fast_products, "seconds": duration})
 
 
+def _refuse_exported(opened: Mapping[str, Checkpoint], options: Mapping[str, bool]) -> None:
+    """Refuse options that change a model, if one of those opened is a program, which nothing can change."""
+    named = [one.source.name for one in opened.values() if _runs_exported(one)]
+    used = [option for option, given in options.items() if given]
+    if named and used:
+        raise ApproxError(
+            f"{used[0]} changes a model or its cache, but {named[0]} is an exported program, which is fixed and makes forward "
+            "passes alone. Leave it out, or use the checkpoint that was exported.",
+            Exit.UNSUPPORTED,
+        )
+
+
 def forwards(models: Mapping[str, Any]) -> list[Contender]:
     """Contenders that make one forward pass; the first model is the base, which also runs without attention."""
     base = models[BASE]
@@ -469,11 +505,15 @@ def forwards(models: Mapping[str, Any]) -> list[Contender]:
     def forward(model: Any) -> Callable[[Any], Any]:
         return lambda inputs: model(**inputs)
 
+    variants = [Contender(label, forward(model)) for label, model in models.items() if label != BASE]
+    if isinstance(base, ExportedModel):
+        # Its attention was chosen by the export.
+        return [Contender(BASE, forward(base), "base", fixed=base.runtime), *variants]
     return [
         Contender(BASE, forward(base), "base"),
         Contender("fastest way", fastest, "exact"),
         Contender(CEILING, without_attention, "ceiling"),
-        *(Contender(label, forward(model)) for label, model in models.items() if label != BASE),
+        *variants,
     ]
 
 
@@ -508,6 +548,7 @@ def make_record(
             parameters=facts.parameters,
             layers=len(facts.sites),
             positions=facts.positions,
+            runtime=_runtime(base[1]),
         ),
         variants=[variant_of(label, one) for label, one in variants],
         quality=over_tasks(quality),
@@ -582,6 +623,8 @@ def open_pair(
     *,
     reads: bool = True,
     merge_adapter: bool = False,
+    runtime: str | None = None,
+    beside: Sequence[str] = (),
 ) -> dict[str, checkpoint.Checkpoint]:
     """Open a model and the base to compare it with.
 
@@ -595,30 +638,54 @@ def open_pair(
         processor: The tokenizer or processor of a loaded model, or the folder that holds it.
         reads: Whether loaded models will read inputs, which takes a processor.
         merge_adapter: Whether a PEFT adapter next to the weights, or one named by its folder, is merged into them.
+        runtime: What runs exported programs; None for the usual runtime of their formats.
+        beside: Further models to compare with the base.
 
     Returns:
-        `exact` -> the base, then the label of the model -> the model.
+        `exact` -> the base, then the label of the model -> the model, and the same of those beside it.
 
     Raises:
-        ApproxError: if one cannot be loaded, or the base is converted.
+        ApproxError: if one cannot be loaded, the base is converted, or two have one label.
     """
+    names = [name for name in (model, against, *beside) if isinstance(name, str)]
+    if runtime is not None and not any(map(exported.is_exported, names)):
+        raise ApproxError(
+            f"--runtime {runtime} runs exported programs, but {' and '.join(names) or 'the model'} "
+            f"{'are' if len(names) > 1 else 'is'} none. Export it first, or leave --runtime out."
+        )
+    if beside and against is None:
+        raise ApproxError("--beside needs a base for all models. Name it with --against.")
+    if twice := {
+        label for label in map(label_of, [model, *beside]) if [*map(label_of, [model, *beside])].count(label) > 1
+    }:
+        raise ApproxError(
+            f"Two of the models are called {min(twice)}. Rename a folder: tables tell models by these names."
+        )
 
     def opened(label: str, one: str | Any) -> checkpoint.Checkpoint:
         if not isinstance(one, str):
             return in_memory(one, processor, offline=offline, reads=reads)
-        return open_all({label: one}, device, dtype, offline=offline, merge_adapter=merge_adapter)[label]
+        ways = {"offline": offline, "merge_adapter": merge_adapter, "runtime": runtime}
+        return open_all({label: one}, on, dtype, **ways)[label]
 
+    # Compared with a program, every model runs on the CPU.
+    on = "cpu" if device == "auto" and any(map(exported.is_exported, names)) else device
     base, label = opened(BASE, model if against is None else against), label_of(model)
     if base.source.converted:
         if against is not None:
             raise ApproxError(
                 f"--against {base.source.name} is converted itself. Name the exact checkpoint it was made from."
             )
+        if _runs_exported(base):
+            raise ApproxError(
+                f"{base.source.name} is an exported program, from which exact attention cannot be restored. Name its base with "
+                "--against: the export of the exact checkpoint."
+            )
         copied = base if isinstance(model, str) else replace(base, model=copy.deepcopy(model))
         base = under_exact_attention(copied)
     elif against is None:
         return {BASE: base}
-    return {BASE: base, label: opened(label, model)}
+    return {BASE: base, label: opened(label, model), **{label_of(one): opened(label_of(one), one) for one in beside}}
 
 
 def with_extended_base(opened: Mapping[str, checkpoint.Checkpoint]) -> tuple[dict[str, checkpoint.Checkpoint], str]:
@@ -630,6 +697,7 @@ def with_extended_base(opened: Mapping[str, checkpoint.Checkpoint]) -> tuple[dic
     Raises:
         ApproxError: if the base takes as long inputs already, or has no table that can be extended.
     """
+    _refuse_exported(opened, {"--extend-base": True})
     base = opened[BASE]
     limits = [positions.limit(one.model.config) for one in opened.values()]
     before, longest = limits[0], max((one for one in limits if one is not None), default=None)

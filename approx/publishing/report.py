@@ -171,6 +171,7 @@ def _checkpoint(checkpoint: Checkpoint) -> list[tuple[str, str]]:
         ("layers", wording.count(checkpoint.layers)),
         ("positions", wording.count(checkpoint.positions)),
         ("weights (sha256)", checkpoint.weights_sha256 or wording.NOTHING),
+        *([("runs in", checkpoint.runtime)] if checkpoint.runtime else []),
     ]
 
 

@@ -126,7 +126,7 @@ def plan_lines(variant: Variant) -> list[dict[str, str]]:
 def plan_words(variant: Variant) -> str:
     """The plan of a variant in one line: layers 0–3: clustered, clusters = 25."""
     lines = (f"layers {line['layers']}: {line['mechanism']}, {line['settings']}" for line in plan_lines(variant))
-    return "; ".join(lines) or "exact"
+    return "; ".join(filter(None, ["; ".join(lines) or "exact", variant.runtime and f"runs in {variant.runtime}"]))
 
 
 def layer_error_table(variants: list[Variant]) -> dict[str, Any] | None:

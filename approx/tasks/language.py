@@ -129,7 +129,7 @@ def check_causal(task: str, model: Any) -> None:
     """
     import torch
 
-    tokens = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]], device=next(model.parameters()).device)
+    tokens = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]], device=model.device)
     training = model.training
     with torch.inference_mode():
         early = model.eval()(input_ids=tokens).logits[:, :3].float()

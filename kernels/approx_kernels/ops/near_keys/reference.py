@@ -81,19 +81,20 @@ class Front(NamedTuple):
     def of(
         cls, k: Tensor, v: Tensor, key_mask: Tensor | None, chosen: Tensor | None, most: int | None = None
     ) -> "Front | None":
-        """The chosen keys that are real; None if no key is chosen. `most` is as in `Exactly`."""
+        """The chosen keys that are real, exported in any order; None if no key is chosen. `most` is as in `Exactly`."""
         if chosen is None:
             return None
         chosen = chosen if key_mask is None else chosen & key_mask
         if torch.compiler.is_exporting():
-            # A program cannot count them; an input may have fewer keys than `most`.
+            # A program cannot count them; an input may have fewer keys than `most`. ONNX has no stable sort.
             most = chosen.shape[1] if most is None else most
             chosen = F.pad(chosen, (0, most))
+            place = chosen.float().topk(most, dim=1).indices
         else:
             most = int(chosen.sum(1).max()) if chosen.numel() else 0
+            place = (~chosen).to(torch.uint8).argsort(dim=1, stable=True)[:, :most]
         if not most:
             return None
-        place = (~chosen).to(torch.uint8).argsort(dim=1, stable=True)[:, :most]
         real = chosen.gather(1, place)
         place = place.clamp(max=k.shape[2] - 1)
         rows = place[:, None, :, None]

@@ -195,6 +195,10 @@ class ExportedModel(nn.Module):
             )
         return given
 
+    def can_generate(self) -> NoReturn:
+        """Refuse, as `generate`."""
+        self.generate()
+
     def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse: programs have no cache.
 

@@ -329,30 +329,22 @@ def open_all(
     revision: str | None = None,
     offline: bool = False,
     merge_adapter: bool = False,
-    runtime: str | None = None,
 ) -> dict[str, checkpoint.Checkpoint]:
-    """Load several checkpoints or exported programs onto one device; programs run in their runtime, on the CPU.
+    """Load several checkpoints onto one device.
 
     Raises:
         ApproxError: if the device or dtype is not available, or a checkpoint cannot be loaded.
     """
-    # Compared with a program, a model runs on the CPU too.
-    device = "cpu" if device == "auto" and any(map(exported.is_exported, names.values())) else device
-    _check_choice("device", device)
+    device = choose_device(device)
     _check_choice("dtype", dtype)
-
-    def load(name: str) -> checkpoint.Checkpoint:
-        if exported.is_exported(name):
-            return exported.load(name, runtime=runtime, dtype=dtype, device=device)
-        chosen = choose_device(device)
-        return checkpoint.load(
-            name, dtype=dtype, device=chosen, revision=revision, offline=offline, merge_adapter=merge_adapter
+    opened = {
+        label: checkpoint.load(
+            name, dtype=dtype, device=device, revision=revision, offline=offline, merge_adapter=merge_adapter
         )
-
-    opened = {label: load(name) for label, name in names.items()}
+        for label, name in names.items()
+    }
     halves = {str(one.model.dtype).removeprefix("torch.") for one in opened.values()} & {"bfloat16", "float16"}
-    on_cpu = all(one.model.device.type == "cpu" for one in opened.values())
-    if halves and on_cpu and dtype == "auto" and not multiplies_bfloat16():
+    if halves and device == "cpu" and dtype == "auto" and not multiplies_bfloat16():
         _LOG.info(
             "The checkpoint is stored in %s, for which this processor has no instructions: --dtype float32 is faster.",
             " and ".join(sorted(halves)),
@@ -665,8 +657,9 @@ def open_pair(
     def opened(label: str, one: str | Any) -> checkpoint.Checkpoint:
         if not isinstance(one, str):
             return in_memory(one, processor, offline=offline, reads=reads)
-        ways = {"offline": offline, "merge_adapter": merge_adapter, "runtime": runtime}
-        return open_all({label: one}, on, dtype, **ways)[label]
+        if exported.is_exported(one):
+            return exported.load(one, runtime=runtime, dtype=dtype, device=device)
+        return open_all({label: one}, on, dtype, offline=offline, merge_adapter=merge_adapter)[label]
 
     # Compared with a program, every model runs on the CPU.
     on = "cpu" if device == "auto" and any(map(exported.is_exported, names)) else device

@@ -214,7 +214,7 @@ def test_openvino_in_both_precisions(quantize, tmp_path):
     pytest.importorskip("nncf")
     tiny("BertForSequenceClassification").save_pretrained(tmp_path / "base")
     made = export.export(tmp_path / "base", tmp_path / "program", format="openvino", quantize=quantize)
-    assert max(made.largest_relative_difference.values()) < (0.1 if quantize else 1e-4)
+    assert max(made.largest_relative_difference.values()) < (0.3 if quantize else 1e-4)
     assert {"model.xml", "model.bin"} <= {path.name for path in (tmp_path / "program").iterdir()}
     assert ('element_type="u8"' in (tmp_path / "program" / "model.xml").read_text()) == (quantize == "int8")
 

@@ -157,7 +157,7 @@ def export(
             "file": path.name,
             "format": format,
             "quantize": quantize,
-            "inputs": list(_inputs(model, *_TRACED)),
+            "inputs": list(_traced(model)),
             "largest_relative_difference": found,
             "equal_predictions": sum(alike) / len(alike) if alike else None,
             "versions": {"approx": __version__, "torch": torch.__version__, **runtime},
@@ -279,9 +279,13 @@ def _inputs(model: Any, batch: int, length: int) -> dict[str, Tensor]:
     return inputs
 
 
-def _program(model: Any) -> ExportedProgram:
+def _traced(model: Any) -> dict[str, Tensor]:
     batch, length = _TRACED
-    inputs = _inputs(model, batch, min(length, positions.limit(model.config) or length))
+    return _inputs(model, batch, min(length, positions.limit(model.config) or length))
+
+
+def _program(model: Any) -> ExportedProgram:
+    inputs = _traced(model)
     free = {
         # Images and spectrograms have one size.
         name: {0: Dim.DYNAMIC, 1: Dim.DYNAMIC} if x.dim() == 2 else {0: Dim.DYNAMIC}
@@ -335,7 +339,7 @@ def _bytes(model: Any) -> int:
 
 
 def _save_onnx(program: ExportedProgram, model: Any, path: Path) -> None:
-    names = list(model(**_inputs(model, *_TRACED)))
+    names = list(model(**_traced(model)))
     made = torch.onnx.export(program, dynamo=True, opset_version=_OPSET, output_names=names, verbose=False)
     assert made is not None
     made.save(path, external_data=_bytes(model) > _MOST_IN_ONE_FILE)

@@ -100,14 +100,21 @@ class Masked(torch.nn.Module):
         return self.mechanism(q, k, v, mask.bool())
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("name", "settings"), SETTINGS)
-def test_settings_and_lengths_of_a_mechanism(name, settings, causal):
+def built(name, settings, causal):
+    """The mechanism, or None if it has no such form."""
     try:
-        mechanism = MECHANISMS[name](4, 8, causal=causal, scale=8**-0.5, **settings).eval()
+        return MECHANISMS[name](4, 8, causal=causal, scale=8**-0.5, **settings).eval()
     except ApproxError:
-        pytest.skip(f"{name} has no such form")
+        return None
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(
+    ("name", "settings", "causal"),
+    [(*one, causal) for one in SETTINGS for causal in (False, True) if built(*one, causal) is not None],
+)
+def test_settings_and_lengths_of_a_mechanism(name, settings, causal):
+    mechanism = built(name, settings, causal)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in mechanism.parameters():

@@ -31,6 +31,8 @@ class Call:
         v: Values, [B, G, S, E].
         mask: [B, S] bool, True at real keys; None when all are real. Exact calls may have a 4-D mask instead.
         tokens: Token ids, [B, S], if the mechanism reads them.
+        causal: Whether a query sees only keys at or before its own position.
+        scale: Factor of the scores.
         output: [B, H, L, E]; set after the layer has attended.
     """
 
@@ -43,6 +45,8 @@ class Call:
     v: Tensor
     mask: Tensor | None
     tokens: Tensor | None
+    causal: bool
+    scale: float
     output: Tensor = field(init=False)
 
     def members(self) -> list["Call"]:
@@ -112,7 +116,8 @@ def observe(
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         mechanism: Any = getattr(module, "mechanism", None)
-        k, v, mask = in_use(query, key, value, attention_mask, is_causal(module, kwargs))
+        causal, scaling = is_causal(module, kwargs), kwargs.get("scaling")
+        k, v, mask = in_use(query, key, value, attention_mask, causal)
         call = Call(
             path=paths[module],
             layer=layers.get(paths[module]),
@@ -123,6 +128,8 @@ def observe(
             v=v,
             mask=mask,
             tokens=kwargs.get(TOKENS) if mechanism is not None and mechanism.reads_tokens else None,
+            causal=causal,
+            scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         )
         if before is not None:
             before(call)

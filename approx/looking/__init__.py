@@ -1,0 +1,1 @@
+"""Pictures of what the attention of a model does, exact and approximate."""

@@ -109,10 +109,10 @@ def weights(call: Call, query_block: int, key_block: int, of_heads: tuple[int, .
     """
     softmax = _Softmax(call)
     keys = call.k.shape[2]
-    blocks = _membership(keys, key_block, call.q)
+    blocks = membership(keys, key_block, call.q)
     rows, out, entropy, mass = [], [], [], 0.0
     for part in softmax.rows(query_block):
-        rows.append(_mean_rows(part @ blocks, query_block))
+        rows.append(mean_rows(part @ blocks, query_block))
         out.append(part @ softmax.v)
         entropy.append(torch.special.entr(part).sum(-1) / math.log(2))
         mass = mass + part.sum((0, 1))
@@ -144,12 +144,12 @@ def weights(call: Call, query_block: int, key_block: int, of_heads: tuple[int, .
         if isinstance(mechanism, ExactPart) and mechanism.has_exact_part:
             beyond = (~_near(call, mechanism)[:, chosen] * factor).float()
             for side, of in enumerate((true, single)):
-                far[side, heads] = _mean_rows((of[heads] * beyond).sum(-1, keepdim=True), query_block)[..., 0]
+                far[side, heads] = mean_rows((of[heads] * beyond).sum(-1, keepdim=True), query_block)[..., 0]
     for head in of_heads:
         estimates[head] = _estimates(true[head], single[head])
     return Weights(
         exact=exact,
-        approximate=_mean_rows(approximate, query_block),
+        approximate=mean_rows(approximate, query_block),
         error=(output - out).flatten(1).norm(dim=1) / out.flatten(1).norm(dim=1).clamp_min(1e-20),
         kept=kept,
         captured=captured,
@@ -212,17 +212,17 @@ def _chosen(mass: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([heaviest, drawn]), factor
 
 
-def _membership(count: int, block: int, like: Tensor) -> Tensor:
+def membership(count: int, block: int, like: Tensor) -> Tensor:
     """Which block each of `count` positions is in, [count, blocks], as 1 and 0."""
     place = torch.arange(count, device=like.device)
     return torch.nn.functional.one_hot(place // block, -(-count // block)).float()
 
 
-def _mean_rows(x: Tensor, block: int) -> Tensor:
+def mean_rows(x: Tensor, block: int) -> Tensor:
     """Means over blocks of rows, [H, L, m] -> [H, n, m]."""
     if block == 1:
         return x
-    blocks = _membership(x.shape[1], block, x)
+    blocks = membership(x.shape[1], block, x)
     return (blocks / blocks.sum(0)).mT @ x
 
 

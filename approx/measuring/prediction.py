@@ -411,7 +411,7 @@ def _by_task(
     task = open_task(name, **shared)
     inputs = {"recording": Recording.of(source, Path(source))} if question is None else {}
     if question is not None:
-        inputs = {"question": question, "context": _text(source)}
+        inputs = {"question": question, "context": text_of(source)}
     split = Split("input", [Example("the input", inputs, "" if question is None else [])], subset=False)
     subjects = [Subject(label, one.model, checkpoint.processor(one.source)) for label, one in opened.items()]
     for subject in subjects:
@@ -428,14 +428,14 @@ def _by_pipeline(
     """What transformers' pipeline makes of the input, as plain data."""
     predictions, kind = {}, ""
     for label, one in opened.items():
-        reads: Any = _text(source)
+        reads: Any = text_of(source)
         if name in ("audio-classification", "automatic-speech-recognition"):
             sound = Recording.of(source, Path(source)).decoded(RATE)
             reads = {"raw": sound, "sampling_rate": RATE}
         elif name == "image-classification":
             reads = Picture.of(source, Path(source)).decoded()
         else:
-            _check_text(one, reads)
+            check_text(one, reads)
         settings: dict[str, Any] = {}
         if name.endswith("classification") and name != "token-classification":
             settings = {"top_k": one.model.config.num_labels}
@@ -478,15 +478,23 @@ def _plain(name: str, outputs: Any) -> tuple[str, Any]:
     return "labels", {one["label"]: float(one["score"]) for one in outputs}
 
 
-def _text(source: str) -> str:
-    """A text, or the content of a .txt file."""
+def text_of(source: str) -> str:
+    """A text, or the content of a .txt file.
+
+    Raises:
+        ApproxError: if the file cannot be read.
+    """
     if not source.endswith(".txt"):
         return source
     return read_text(Path(source), settable=False)
 
 
-def _check_text(one: checkpoint.Checkpoint, text: str) -> None:
-    """Raise if a text does not fit a model, which would fail deep inside."""
+def check_text(one: checkpoint.Checkpoint, text: str) -> None:
+    """Raise if a text does not fit a model, which would fail deep inside.
+
+    Raises:
+        ApproxError: if it is empty, longer than the model's positions, or the tokenizer is of another model.
+    """
     tokenizer = checkpoint.processor(one.source)
     ids, limit = tokenizer(text, verbose=False)["input_ids"], positions.limit(one.model.config)
     if not set(ids) - set(tokenizer.all_special_ids):

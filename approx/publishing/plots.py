@@ -2,15 +2,17 @@
 
 import io
 import re
+import warnings
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 from markupsafe import Markup, escape
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
@@ -55,13 +57,42 @@ def draw(identity: str, description: str, paint: Callable[[Axes], None], inches:
         paint: Draws on the axes.
         inches: Width and height; the page scales the drawing, so a smaller one has larger text.
     """
-    with matplotlib.rc_context():
+    return _for_the_page(paths_in_lines(_saved(identity, paint, inches, ".svg").decode()), identity, description)
+
+
+def draw_files(
+    identity: str, paint: Callable[[Axes], None], inches: tuple[float, float], suffixes: Sequence[str]
+) -> dict[str, bytes]:
+    """Draw one plot as files of its own, on white.
+
+    Args: as for `draw`, and the formats, `.svg` and `.png`.
+
+    Returns:
+        Suffix -> content of the file.
+    """
+    files = {suffix: _saved(identity, paint, inches, suffix, on="white") for suffix in suffixes}
+    if ".svg" in files:
+        files[".svg"] = paths_in_lines(files[".svg"].decode().replace(FAINT, "#e4e6e9")).encode()
+    return files
+
+
+_DPI = 150
+
+
+def _saved(
+    identity: str, paint: Callable[[Axes], None], inches: tuple[float, float], suffix: str, on: str | None = None
+) -> bytes:
+    """One plot as a file, on a colour or transparent."""
+    with matplotlib.rc_context(), warnings.catch_warnings():
         # A user's own matplotlibrc must not change the report.
         matplotlib.rcdefaults()
         matplotlib.rcParams.update({**_SETTINGS, "svg.hashsalt": identity})
+        # A box stands for a letter that the font lacks.
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")
         figure = Figure(figsize=inches, layout="constrained")
-        FigureCanvasSVG(figure)
-        figure.patch.set_visible(False)
+        (FigureCanvasSVG if suffix == ".svg" else FigureCanvasAgg)(figure)
+        figure.patch.set_visible(on is not None)
+        figure.patch.set_facecolor(on or "none")
         axes = figure.add_subplot()
         axes.patch.set_visible(False)
         paint(axes)
@@ -70,9 +101,10 @@ def draw(identity: str, description: str, paint: Callable[[Axes], None], inches:
             lines = -(-len(entries) // _LEGEND_COLUMNS)
             figure.set_size_inches(inches[0], inches[1] + _LEGEND_LINE * max(lines - _LEGEND_FREE, 0))
             figure.legend(loc="outside lower center", ncols=_LEGEND_COLUMNS, fontsize=8.5)
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    return _for_the_page(paths_in_lines(buffer.getvalue()), identity, description)
+        undated = {"Software": None} if suffix == ".png" else dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format=suffix[1:], metadata=undated, **({"dpi": _DPI} if suffix == ".png" else {}))
+        return buffer.getvalue()
 
 
 def paths_in_lines(svg: str) -> str:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         generate,
         inspect,
         load,
+        look,
         predict,
         push,
         recommend,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = ["ApproxError", "Plan", "__version__", "bench", "convert", "evaluate", "export", "fast_products", "finetune"]
-__all__ += ["generate", "inspect", "load", "predict", "push", "recommend", "report", "revert", "search", "verify"]
+__all__ += ["generate", "inspect", "load", "look", "predict", "push", "recommend", "report", "revert", "search", "verify"]
 __dir__ = __all__.copy  # what an interactive session offers, loaded or not
 register_when_asked()
 

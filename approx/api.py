@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from approx.conversion.export import export
     from approx.finetuning.finetune import Healing, Rehearsal
     from approx.finetuning.options import FinetuneStage
+    from approx.looking.look import look
     from approx.pipeline.recommend import Recommended
     from approx.pushing.push import push
     from approx.searching.options import RecommendStage, SearchStage
@@ -56,6 +57,7 @@ __all__ = [
     "generate",
     "inspect",
     "load",
+    "look",
     "plan",
     "predict",
     "push",
@@ -77,6 +79,10 @@ def __getattr__(name: str) -> Any:
         from approx.conversion.export import export
 
         return export
+    if name == "look":
+        from approx.looking.look import look
+
+        return look
     raise AttributeError(f"module 'approx.api' has no attribute '{name}'")
 
 

@@ -43,10 +43,11 @@ MAY_IMPORT = {
     "approx.publishing": "approx.errors approx.paths approx.registry approx.version approx.evaluation.record approx_kernels.runtime.atomic_file",
     "approx.pushing": "approx.errors approx.progress approx.paths approx.validation approx.version approx.publishing approx.evaluation.record approx.tasks approx.conversion approx.checkpoints approx.seam",
     "approx.patterns": "approx.errors approx.progress approx.mechanisms approx.publishing approx.evaluation.bench approx.evaluation.options approx.evaluation.record approx_kernels",
+    "approx.looking": "approx.errors approx.progress approx.publishing approx.measuring approx.tasks approx.conversion approx.planning approx.checkpoints approx.seam approx.mechanisms approx_kernels",
     "approx.doctor": "approx.errors approx.progress approx.measuring approx.tasks approx_kernels",
     "approx.pipeline": "approx.errors approx.progress approx.paths approx.version approx.recipe approx.grid approx.searching approx.pushing approx.publishing approx.measuring approx.finetuning approx.evaluation approx.conversion approx.planning approx.checkpoints approx.tasks approx_kernels",
     "approx.inspection": "approx.errors approx.evaluation.record approx.planning approx.checkpoints",
-    "approx.api": "approx.inspection approx.pipeline approx.searching approx.errors approx.progress approx.validation approx.evaluation.options approx.evaluation.record approx.recipe approx.pushing approx.publishing approx.measuring approx.finetuning approx.conversion approx.planning approx.checkpoints approx.tasks",
+    "approx.api": "approx.inspection approx.pipeline approx.looking approx.searching approx.errors approx.progress approx.validation approx.evaluation.options approx.evaluation.record approx.recipe approx.pushing approx.publishing approx.measuring approx.finetuning approx.conversion approx.planning approx.checkpoints approx.tasks",
     "approx.cli": "approx approx_kernels.runtime.atomic_file",
     "approx": "approx",
 }

@@ -12,6 +12,7 @@ from approx.cli import (
     explanation,
     finetuning,
     folders,
+    looking,
     measurement,
     pattern,
     push,
@@ -71,6 +72,7 @@ pattern.add_to(app)
 measurement.add_to(app)
 reporting.add_to(app)
 comparison.add_to(app)
+looking.add_to(app)
 study.add_to(app)
 sweep.add_to(app)
 push.add_to(app)

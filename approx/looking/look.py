@@ -22,7 +22,7 @@ from approx.looking.inside import estimates, inside, member
 from approx.looking.weights import Weights, mean_rows, membership, weights
 from approx.measuring.measure import in_memory, label_of, open_all, open_pair
 from approx.planning.anatomy import Site, anatomy
-from approx.progress import Progress
+from approx.progress import Progress, silent
 from approx.publishing.attention import Alignment, Axis, Head, Layer, Look, write
 from approx.seam.observe import Call, observe
 
@@ -111,7 +111,7 @@ def look(
     offline: bool = False,
     merge_adapter: bool = False,
     command: str = "",
-    progress: Progress,
+    progress: Progress = silent,
 ) -> Looked:
     """Draw the attention of a checkpoint on one input: exact, approximate and their difference.
 
@@ -178,9 +178,7 @@ def look(
         text=found.text,
         written=bool(found.written),
         exact_side=_exact_side(own, base),
-        approximate_side=label_of(model) if base is None else f"{label_of(model)} (converted)"
-        if own.source.converted
-        else label_of(model),
+        approximate_side=label_of(model),
         layers=layers,
         heads=[_head(details, one, layers, found, why) for one, why in large.items()],
         alignments=alignments,
@@ -400,8 +398,8 @@ def _mechanism(own: checkpoint.Checkpoint, path: str, head: int | None = None) -
     if site is None:
         return "exact"
     groups = site.get("groups") or [site]
-    if head is not None:
-        return next((one["mechanism"] for one in groups if head in one.get("heads", [head])), "exact") or "exact"
+    if head is not None and "groups" in site:
+        groups = [one for one in groups if head in one["heads"]]
     return ", ".join(dict.fromkeys(one["mechanism"] or "exact" for one in groups))
 
 
@@ -409,11 +407,12 @@ def _settings(own: checkpoint.Checkpoint, path: str) -> str:
     """Mechanism and settings of a layer as on the command line."""
     site = (getattr(own.model.config, "approx", None) or {}).get("sites", {}).get(path)
     if site is None:
-        return "exact attention"
+        return "Exact attention"
     described = []
     for one in site.get("groups") or [site]:
         settings = ", ".join(
-            f"{name}={'auto' if value is None else value}" for name, value in sorted((one.get("settings") or {}).items())
+            f"{name}={'auto' if value is None else value}"
+            for name, value in sorted((one.get("settings") or {}).items())
         )
         heads = f" (heads {', '.join(map(str, one['heads']))})" if "heads" in one and "groups" in site else ""
         described.append(f"{one['mechanism'] or 'exact'}{heads}{f': {settings}' if settings else ''}")

@@ -374,7 +374,10 @@ def _overview_files(look: Look, pictures: dict[str, dict[str, bytes]]) -> None:
         return
     of_error = LinearSegmentedColormap.from_list("errors", [f"{LESS}00", LESS])
     kept = grid(
-        [layer.kept for layer in look.layers], lambda v: f"{100 * v:.0f}", "attention kept, % of the exact weight", _WEIGHTS
+        [layer.kept for layer in look.layers],
+        lambda v: f"{100 * v:.0f}",
+        "attention kept, % of the exact weight",
+        _WEIGHTS,
     )
     error = grid([layer.error for layer in look.layers], lambda v: f"{v:.2f}", "relative error of the output", of_error)
     pictures["overview-kept"] = draw_files("overview-kept", kept, size, _SUFFIXES)
@@ -396,7 +399,7 @@ def _head(head: Head, picture: Any, pictures: dict[str, dict[str, bytes]]) -> di
         about = f"{title} attention of {place}: queries from top to bottom, keys from left to right, {head.queries}. "
         about += _strongest(matrix, head, signed)
         paint = _heat(matrix, head.queries, head.keys, float(np.abs(matrix).max()) if signed else most, signed=signed)
-        maps.append({"title": title, "svg": picture(f"{head.name}-{key}", about, paint, (4.4, 4.5))})
+        maps.append({"title": title, "svg": picture(f"{head.name}-{key}", about, paint, (4.4, 3.8))})
     _line_files(head, pictures)
     return {
         "head": head,
@@ -453,11 +456,16 @@ def _heat(matrix: Matrix, rows: Axis, columns: Axis, most: float, *, signed: boo
         ends = (-limit, -limit / 2, 0, limit / 2, limit) if signed else (0, limit / 2, limit)
         bar.set_ticks(list(ends))
         bar.ax.yaxis.set_major_formatter(
-            FuncFormatter(lambda value, _: f"{100 * math.copysign(value * value, value):.2g} %")
+            FuncFormatter(lambda value, _: _percents(math.copysign(100 * value * value, value)))
         )
         bar.ax.tick_params(length=0, labelsize=7)
 
     return paint
+
+
+def _percents(value: float) -> str:
+    """A tick of weights, in percent."""
+    return f"{value:.0f} %" if abs(value) >= 10 or value == 0 else f"{value:.2g} %"
 
 
 def _pairs(matrix: Matrix) -> list[list[tuple[int, float]]]:
@@ -548,7 +556,9 @@ def _groups(part: Groups, name: str, head: Head, picture: Any) -> dict[str, Any]
     rasters = []
     for at, (one, count) in enumerate(zip(part.queries, counts, strict=True)):
         # Groups in the order of their first member, so that neighbours are near each other.
-        order = {group: place for place, group in enumerate(dict.fromkeys([*one, *(part.keys[at] if part.keys else [])]))}
+        order = {
+            group: place for place, group in enumerate(dict.fromkeys([*one, *(part.keys[at] if part.keys else [])]))
+        }
         rasters.append((one, part.keys[at] if part.keys else None, order, count))
     height = sum(len(order) for _, _, order, _ in rasters)
 
@@ -630,7 +640,9 @@ def _steps(part: Steps, name: str, head: Head, pictures: dict[str, dict[str, byt
     pairs = part.steps.any(0) if part.own is None else part.steps[part.own - 1]
     length = pairs.shape[0]
     allowed = length * (length + 1) // 2 if part.causal else length * length
-    which = "its only step" if count == 1 else f"step {part.own} of {count}" if part.own else f"all {count} steps, merged"
+    which = (
+        "its only step" if count == 1 else f"step {part.own} of {count}" if part.own else f"all {count} steps, merged"
+    )
     text = f"This head takes {which}: {wording.percent(pairs.sum() / allowed, 1)} of the pairs of exact attention."
     return {
         "title": "Pattern",

@@ -32,6 +32,8 @@ _SINGLE, _BLOCKS = 256, 128
 _SMALL, _SMALL_NUMBERS = (64, 48, 32, 24, 16), 1_800_000
 # A layer whose outputs differ by more from its weights times its values has attention of another kind.
 _REPRODUCED = 1e-3
+# Heads that keep more differ by rounding alone.
+_SAME = 1 - 1e-4
 # Heads drawn large that were not asked for, and those over which an alignment is averaged.
 _LARGE, _ALIGNING = 3, 4
 
@@ -374,6 +376,8 @@ def _telling(
                 add(pair, f"the most focused head of its layer{among}" if chosen else f"the most focused head{among}")
         return chosen
     by_loss = sorted(changed, key=lambda pair: float(pair[0].found.kept[pair[1]]))
+    # In a layer whose heads have different mechanisms, some may be exact.
+    by_loss = [pair for pair in by_loss if pair[0].found.kept[pair[1]] < _SAME] or by_loss
     if asked:
         add(by_loss[0], f"keeps the least of exact attention{among}")
         return chosen

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from approx.publishing import wording
 from approx.publishing.patterns import steps_picture
-from approx.publishing.plots import INK, draw, draw_files
+from approx.publishing.plots import INK, draw_files
 from approx_kernels.runtime.atomic_file import write_whole
 
 Matrix = NDArray[np.floating[Any]]
@@ -260,8 +260,8 @@ def _page(look: Look, pictures: dict[str, dict[str, bytes]]) -> str:
     environment.filters["tint"] = lambda share, colour: _tint(share, colour)
 
     def picture(name: str, about: str, paint: Callable[[Axes], None], inches: tuple[float, float]) -> Markup:
-        pictures[name] = draw_files(name, paint, inches, _SUFFIXES)
-        return draw(name, about, paint, inches)
+        drawing, pictures[name] = draw_files(name, about, paint, inches)
+        return drawing
 
     _overview_files(look, pictures)
     return environment.get_template("look.html.j2").render(
@@ -380,8 +380,8 @@ def _overview_files(look: Look, pictures: dict[str, dict[str, bytes]]) -> None:
         _WEIGHTS,
     )
     error = grid([layer.error for layer in look.layers], lambda v: f"{v:.2f}", "relative error of the output", of_error)
-    pictures["overview-kept"] = draw_files("overview-kept", kept, size, _SUFFIXES)
-    pictures["overview-error"] = draw_files("overview-error", error, size, _SUFFIXES)
+    pictures["overview-kept"] = draw_files("overview-kept", "", kept, size)[1]
+    pictures["overview-error"] = draw_files("overview-error", "", error, size)[1]
 
 
 def _head(head: Head, picture: Any, pictures: dict[str, dict[str, bytes]]) -> dict[str, Any]:
@@ -532,7 +532,7 @@ def _line_files(head: Head, pictures: dict[str, dict[str, bytes]]) -> None:
         axes.set_ylim(max(len(queries), len(keys)) + 0.5, -2.5)
 
     height = min(max(3.0, 0.13 * max(len(queries), len(keys)) + 0.6), 40)
-    pictures[f"{head.name}-lines"] = draw_files(f"{head.name}-lines", paint, (5.4, height), _SUFFIXES)
+    pictures[f"{head.name}-lines"] = draw_files(f"{head.name}-lines", "", paint, (5.4, height))[1]
 
 
 def _part(part: Part, number: int, head: Head, picture: Any, pictures: dict[str, dict[str, bytes]]) -> dict[str, Any]:

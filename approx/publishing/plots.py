@@ -5,7 +5,7 @@ import re
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,19 +61,19 @@ def draw(identity: str, description: str, paint: Callable[[Axes], None], inches:
 
 
 def draw_files(
-    identity: str, paint: Callable[[Axes], None], inches: tuple[float, float], suffixes: Sequence[str]
-) -> dict[str, bytes]:
-    """Draw one plot as files of its own, on white.
+    identity: str, description: str, paint: Callable[[Axes], None], inches: tuple[float, float]
+) -> tuple[Markup, dict[str, bytes]]:
+    """Draw one plot for the page, and as files of its own on white.
 
-    Args: as for `draw`, and the formats, `.svg` and `.png`.
+    Args: as for `draw`.
 
     Returns:
-        Suffix -> content of the file.
+        The drawing for the page, and suffix -> content of the file, `.svg` and `.png`.
     """
-    files = {suffix: _saved(identity, paint, inches, suffix, on="white") for suffix in suffixes}
-    if ".svg" in files:
-        files[".svg"] = paths_in_lines(files[".svg"].decode().replace(FAINT, "#e4e6e9")).encode()
-    return files
+    svg = paths_in_lines(_saved(identity, paint, inches, ".svg").decode())
+    alone = svg.replace(FAINT, "#e4e6e9").replace("<svg ", '<svg style="background: #fff" ', 1)
+    png = _saved(identity, paint, inches, ".png", on="white")
+    return _for_the_page(svg, identity, description), {".svg": alone.encode(), ".png": png}
 
 
 _DPI = 150

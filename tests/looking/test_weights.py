@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+import approx
 from approx.conversion.verify import layer_damage
 from approx.looking import weights as looking
 from approx.looking.weights import weights
@@ -12,8 +13,6 @@ from approx.mechanisms import MECHANISMS
 from approx.planning.plan import Plan, Rule
 from approx.seam.observe import Call, observe
 from zoo import error_of, example_inputs, tiny
-
-import approx
 
 FORMS = {"bidirectional": "BertForSequenceClassification", "causal": "LlamaForCausalLM"}
 CASES = [(name, form, variant) for name, kind in MECHANISMS.items() for form in FORMS for variant in kind.examples]
@@ -31,7 +30,10 @@ def seen(model, length: int = 50, *, block: int = 1, of_heads: tuple[int, ...] =
     """Each self-attention call with its weights, and the inputs."""
     inputs = example_inputs(model, length, seed=3)
     found = []
-    with observe(model, lambda call: found.append((call, weights(call, block, block, of_heads)))), torch.inference_mode():
+    with (
+        observe(model, lambda call: found.append((call, weights(call, block, block, of_heads)))),
+        torch.inference_mode(),
+    ):
         model.base_model(**inputs)
     return found, inputs
 
@@ -54,7 +56,9 @@ def able():
         causal = form == "causal"
         if not getattr(kind, f"supports_{form}"):
             continue
-        if error_of(lambda kind=kind, causal=causal, settings=settings: kind(4, 8, causal=causal, scale=0.3, **settings)):
+        if error_of(
+            lambda kind=kind, causal=causal, settings=settings: kind(4, 8, causal=causal, scale=0.3, **settings)
+        ):
             continue
         yield pytest.param(name, form, settings, id=f"{name}-{form}-{variant or 'plain'}")
 
@@ -78,10 +82,13 @@ def test_weights_times_values_are_the_outputs_and_rows_sum_to_one(name, form, se
         together = torch.minimum(made.exact, made.approximate.clamp(min=0)).sum((1, 2)) / made.exact.sum((1, 2))
         assert torch.allclose(made.kept, together, atol=1e-4)
         lost = damage[call.layer]
-        out, target = call.output[0].double(), softmax(call) @ call.v[0].double().repeat_interleave(
-            call.q.shape[1] // call.k.shape[1], 0
+        out, target = (
+            call.output[0].double(),
+            softmax(call) @ call.v[0].double().repeat_interleave(call.q.shape[1] // call.k.shape[1], 0),
         )
-        assert torch.allclose(made.error.double(), (out - target).flatten(1).norm(dim=1) / target.flatten(1).norm(dim=1), atol=1e-4)
+        assert torch.allclose(
+            made.error.double(), (out - target).flatten(1).norm(dim=1) / target.flatten(1).norm(dim=1), atol=1e-4
+        )
         if lost.captured_mass is None:
             assert made.captured.isnan().all()
         else:

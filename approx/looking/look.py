@@ -21,6 +21,7 @@ from approx.looking.inputs import Read, read, words
 from approx.looking.inside import estimates, inside, member
 from approx.looking.weights import Weights, mean_rows, membership, weights
 from approx.measuring.measure import in_memory, label_of, open_all, open_pair
+from approx.mechanisms import MECHANISMS
 from approx.planning.anatomy import Site, anatomy
 from approx.progress import Progress, silent
 from approx.publishing.attention import Alignment, Axis, Head, Layer, Look, write
@@ -408,16 +409,15 @@ def _mechanism(own: checkpoint.Checkpoint, path: str, head: int | None = None) -
 
 
 def _settings(own: checkpoint.Checkpoint, path: str) -> str:
-    """Mechanism and settings of a layer as on the command line."""
+    """Mechanism of a layer and its settings, where they differ from the defaults."""
     site = (getattr(own.model.config, "approx", None) or {}).get("sites", {}).get(path)
     if site is None:
         return "Exact attention"
     described = []
     for one in site.get("groups") or [site]:
-        settings = ", ".join(
-            f"{name}={'auto' if value is None else value}"
-            for name, value in sorted((one.get("settings") or {}).items())
-        )
+        defaults = MECHANISMS[one["mechanism"]].defaults() if one["mechanism"] in MECHANISMS else {}
+        changed = {name: value for name, value in (one.get("settings") or {}).items() if value != defaults.get(name)}
+        settings = ", ".join(f"{name}={value}" for name, value in sorted(changed.items()))
         heads = f" (heads {', '.join(map(str, one['heads']))})" if "heads" in one and "groups" in site else ""
         described.append(f"{one['mechanism'] or 'exact'}{heads}{f': {settings}' if settings else ''}")
     return "; ".join(described)

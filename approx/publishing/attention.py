@@ -14,7 +14,7 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.colors import LinearSegmentedColormap
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, NullLocator
 from numpy.typing import NDArray
 
 from approx.publishing import wording
@@ -29,7 +29,9 @@ _WEIGHTS = LinearSegmentedColormap.from_list("weights", [f"{WEIGHT}00", WEIGHT])
 _CHANGES = LinearSegmentedColormap.from_list("changes", [LESS, f"{LESS}00", f"{MORE}00", MORE])
 _SUFFIXES = (".svg", ".png")
 # Ticks on a side of a heat map, and letters of a token there.
-_TICKS, _LETTERS = 24, 12
+_TICKS, _LETTERS = 16, 10
+# Words that have a tick each in an alignment.
+_WORDS = 64
 # Pixels on a side that a picture has at least, so that its cells stay sharp.
 _PIXELS = 384
 # Lines of a query to its strongest keys, and the weight from which a line is drawn.
@@ -399,7 +401,7 @@ def _head(head: Head, picture: Any, pictures: dict[str, dict[str, bytes]]) -> di
         about = f"{title} attention of {place}: queries from top to bottom, keys from left to right, {head.queries}. "
         about += _strongest(matrix, head, signed)
         paint = _heat(matrix, head.queries, head.keys, float(np.abs(matrix).max()) if signed else most, signed=signed)
-        maps.append({"title": title, "svg": picture(f"{head.name}-{key}", about, paint, (4.4, 3.8))})
+        maps.append({"title": title, "svg": picture(f"{head.name}-{key}", about, paint, (3.6, 3.2))})
     _line_files(head, pictures)
     return {
         "head": head,
@@ -443,7 +445,8 @@ def _heat(matrix: Matrix, rows: Axis, columns: Axis, most: float, *, signed: boo
         )
         for axis, which in ((rows, "y"), (columns, "x")):
             names = axis.names()
-            ticks = range(0, len(names), -(-len(names) // _TICKS))
+            # Words of an alignment have a picture as high as they need.
+            ticks = range(0, len(names), -(-len(names) // (_WORDS if axis.kind == "word" else _TICKS)))
             labels = [_short(names[tick]) for tick in ticks]
             places = [tick + 0.5 for tick in ticks]
             if which == "y":
@@ -453,6 +456,7 @@ def _heat(matrix: Matrix, rows: Axis, columns: Axis, most: float, *, signed: boo
         axes.tick_params(length=0, labelsize=7)
         bar = axes.figure.colorbar(drawn, ax=axes, shrink=0.6, pad=0.02, aspect=24)
         bar.outline.set_visible(False)
+        bar.ax.patch.set_visible(False)
         ends = (-limit, -limit / 2, 0, limit / 2, limit) if signed else (0, limit / 2, limit)
         bar.set_ticks(list(ends))
         bar.ax.yaxis.set_major_formatter(
@@ -691,6 +695,9 @@ def _estimated(part: Estimated, name: str, picture: Any) -> dict[str, Any]:
         axes.plot(found.exact, middle, color=WEIGHT, linewidth=1.6, marker="o", markersize=3, label="median")
         axes.set_xlim(1e-6, 1)
         axes.set_ylim(1e-7, 1.5)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axis.set_minor_locator(NullLocator())
         axes.set_xlabel("exact weight of a pair")
         axes.set_ylabel("weight that it gets")
 
@@ -719,7 +726,7 @@ def _alignment(one: Alignment, number: int, picture: Any) -> dict[str, Any]:
     for key, title, matrix, signed in shown:
         about = f"{title} alignment: the {len(one.words)} words from top to bottom, {one.keys} from left to right."
         paint = _heat(matrix, words, one.keys, float(np.abs(matrix).max()) if signed else most, signed=signed)
-        maps.append({"title": title, "svg": picture(f"alignment-{key}{number or ''}", about, paint, (4.6, height))})
+        maps.append({"title": title, "svg": picture(f"alignment-{key}{number or ''}", about, paint, (4.0, height))})
     return {"maps": maps, "heads": one.heads, "words": " ".join(one.words)}
 
 

@@ -132,8 +132,9 @@ def _with_decoder(one: checkpoint.Checkpoint, reader: Any, found: Read) -> Read:
     """Let the model write, and give its decoder what it wrote."""
     tokenizer = getattr(reader, "tokenizer", reader)
     steps: list[list[int]] = []
+    last: list[int] = []
 
-    def collect(module: Any, args: Any, kwargs: Any) -> None:
+    def collect(module: Any, args: Any, kwargs: Any, outputs: Any) -> None:
         ids = kwargs.get("decoder_input_ids")
         if ids is not None:
             row = ids[0].tolist()
@@ -141,24 +142,27 @@ def _with_decoder(one: checkpoint.Checkpoint, reader: Any, found: Read) -> Read:
             if row[0] == one.model.generation_config.decoder_start_token_id:
                 steps.clear()
             steps.append(row)
+            last[:] = [int(outputs.logits[0, -1].argmax())]
 
     if not one.model.can_generate():
         start = one.model.config.decoder_start_token_id or 0
         ids = [start]
         written = ids
     else:
-        hook = one.model.register_forward_pre_hook(collect, with_kwargs=True)
+        hook = one.model.register_forward_hook(collect, with_kwargs=True)
         limit = positions.limit(one.model.config)
         room = _WRITTEN if limit is None else min(_WRITTEN, limit - 4)
         try:
             with torch.inference_mode():
-                out = one.model.generate(**found.inputs, do_sample=False, num_beams=1, max_new_tokens=room)
+                one.model.generate(**found.inputs, do_sample=False, num_beams=1, max_new_tokens=room)
         finally:
             hook.remove()
         ids = [token for step in steps for token in step]
-        written = [*ids[1:], int(out[0, -1])]
+        # Whisper returns no token that ends a text, so the last one is that of the last step.
+        written = [*ids[1:], *last]
     decoder = torch.tensor([ids], device=one.model.device)
-    text = tokenizer.decode([token for token in written if token not in tokenizer.all_special_ids]).strip()
+    spoken = [token for token in written if token not in tokenizer.all_special_ids]
+    text = tokenizer.decode([token for token in spoken if not is_special(tokenizer.decode([token]))]).strip()
     return Read(
         {**found.inputs, "decoder_input_ids": decoder},
         found.about,
@@ -184,9 +188,14 @@ def words(tokens: tuple[str, ...]) -> list[tuple[str, list[int]]]:
     """
     found: list[tuple[str, list[int]]] = []
     for place, token in enumerate(tokens):
-        special = token.startswith("<|") or token in ("<s>", "</s>", "<pad>")
+        special = is_special(token)
         if not found or special or token[:1].isspace() or found[-1][0].startswith("<"):
             found.append((token.strip(), [place]))
         else:
             found[-1] = (found[-1][0] + token.strip(), [*found[-1][1], place])
     return found
+
+
+def is_special(token: str) -> bool:
+    """Whether a token is a sign to the model, such as `<|notimestamps|>`, and no part of a text."""
+    return token.startswith("<|") or token in ("<s>", "</s>", "<pad>")

@@ -17,7 +17,7 @@ from approx.checkpoints.atomic_folder import atomic_folder, refuse_existing
 from approx.conversion.calibration import evaluating, exactly
 from approx.conversion.verify import in_float32
 from approx.errors import ApproxError, Exit
-from approx.looking.inputs import Read, read, words
+from approx.looking.inputs import Read, is_special, read, words
 from approx.looking.inside import estimates, inside, member
 from approx.looking.weights import Weights, mean_rows, membership, weights
 from approx.measuring.measure import in_memory, label_of, open_all, open_pair
@@ -551,7 +551,8 @@ def _alignments(
     if found.heard is not None and found.seconds is not None:
         shown = min(keys, max(1, math.ceil(found.heard / found.seconds)))
     chosen = _aligning(reference, shown)
-    rows = words(found.written)
+    # Signs to the model, such as that no times are wanted, are not heard.
+    rows = [row for row in words(found.written) if not is_special(row[0])] or words(found.written)
     columns = found.axis(keys, block=1)
     block = -(-shown // (2 * _SINGLE))
     axis = Axis(columns.labels[:shown], block, columns.kind, columns.seconds)

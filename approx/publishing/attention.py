@@ -26,7 +26,7 @@ Matrix = NDArray[np.floating[Any]]
 
 WEIGHT, LESS, MORE = "#2f7fd6", "#d0508a", "#2a9d7f"
 _WEIGHTS = LinearSegmentedColormap.from_list("weights", [f"{WEIGHT}00", WEIGHT])
-_CHANGES = LinearSegmentedColormap.from_list("changes", [LESS, f"{LESS}00", f"{MORE}00", MORE])
+_CHANGES = LinearSegmentedColormap.from_list("changes", [(0, LESS), (0.5, f"{LESS}00"), (0.5, f"{MORE}00"), (1, MORE)])
 _SUFFIXES = (".svg", ".png")
 # Ticks on a side of a heat map, and letters of a token there.
 _TICKS, _LETTERS = 16, 10

@@ -52,7 +52,7 @@ def look(
         ),
     ] = None,
     against: options.Against = None,
-    output: options.Out = Path("look"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write.")] = Path("look"),
     force: options.Force = False,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",

@@ -75,7 +75,7 @@ def converted(base, *rules: Rule):
 
 
 def test_a_page_shows_every_head_and_draws_those_large_that_keep_least(base, tmp_path):
-    model = converted(base, Rule("clustered", "0", {"clusters": 3}), Rule("local", "1", {"window": 1}))
+    model = converted(base, Rule("clustered", "0", {"clusters": 3}), Rule("local", "1", {"left": 1, "right": 1}))
     out = tmp_path / "look"
     made = look(model, out, text=TEXT, processor=str(base))
     html = check_page(out)
@@ -107,7 +107,7 @@ def test_a_stock_checkpoint_shows_exact_attention_alone(base, tmp_path):
 
 
 def test_the_chosen_head_is_drawn_and_minus_one_is_the_last(base, tmp_path):
-    model = converted(base, Rule("local", "all", {"window": 1}))
+    model = converted(base, Rule("local", "all", {"left": 1, "right": 1}))
     made = look(model, tmp_path / "look", text=TEXT, processor=str(base), layer=-1, head=0)
     assert [(one.layer, one.head) for one in made.large] == [(1, 0)]
     assert "asked for" in made.large[0].why

@@ -153,7 +153,7 @@ def test_estimates_of_exact_weights_lie_on_the_diagonal():
 
 def test_groups_of_heads_are_each_measured_by_their_own_mechanism():
     model = tiny(FORMS["bidirectional"])
-    approx.convert(model, Plan((Rule("local", "all", {"window": 3}, heads="0-1"),)))
+    approx.convert(model, Plan((Rule("local", "all", {"left": 3, "right": 3}, heads="0-1"),)))
     call, made = seen(model)[0][0]
     assert torch.allclose(made.approximate[2:].double(), softmax(call)[2:], atol=1e-5)
     assert torch.allclose(made.kept[2:], torch.ones(()), atol=1e-5)

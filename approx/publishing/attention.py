@@ -1,6 +1,7 @@
 """Pictures of attention, exact and approximate: heat maps, lines between tokens, alignments, and the page that holds them."""
 
 import base64
+import functools
 import io
 import math
 from collections.abc import Callable, Sequence
@@ -755,10 +756,15 @@ def _thumbnail(matrix: Matrix, most: float, signed: bool) -> str:
 
     scaled = np.sign(matrix) * np.sqrt(np.minimum(np.abs(matrix) / max(most, 1e-9), 1.0))
     level = np.rint((scaled + 1) * 127.5 if signed else np.maximum(scaled, 0.0) * 255).astype(np.uint8)
-    image = Image.fromarray(level)
-    palette = (np.array([(_CHANGES if signed else _WEIGHTS)(value / 255) for value in range(256)]) * 255).round()
-    image = image.convert("P") if image.mode != "L" else Image.frombytes("P", image.size, image.tobytes())
-    image.putpalette(palette[:, :3].astype(np.uint8).tobytes())
+    palette = _palette(signed)
+    image = Image.frombytes("P", level.shape[::-1], level.tobytes())
+    image.putpalette(palette[:, :3].tobytes())
     buffer = io.BytesIO()
-    image.save(buffer, "PNG", transparency=palette[:, 3].astype(np.uint8).tobytes(), optimize=True)
+    image.save(buffer, "PNG", transparency=palette[:, 3].tobytes(), optimize=True)
     return base64.b64encode(buffer.getvalue()).decode()
+
+
+@functools.cache
+def _palette(signed: bool) -> NDArray[np.uint8]:
+    """The 256 colours of small pictures, [256, 4]: red, green, blue and how opaque."""
+    return (_CHANGES if signed else _WEIGHTS)(np.linspace(0, 1, 256), bytes=True)

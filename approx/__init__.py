@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     )
 
 __all__ = ["ApproxError", "Plan", "__version__", "bench", "convert", "evaluate", "export", "fast_products", "finetune"]
-__all__ += ["generate", "inspect", "load", "look", "predict", "push", "recommend", "report", "revert", "search", "verify"]
+__all__ += ["generate", "inspect", "load", "look", "predict", "push"]
+__all__ += ["recommend", "report", "revert", "search", "verify"]
 __dir__ = __all__.copy  # what an interactive session offers, loaded or not
 register_when_asked()
 

@@ -149,7 +149,7 @@ def test_the_dev_extra_holds_what_the_tests_import():
     assert (
         distributions(imported("tests", "tools", "bench", "examples"))
         - core
-        - requirements("dev", "lm-eval", "mutants", "train")
+        - requirements("dev", "lm-eval", "mutants", "onnx", "train")
         == set()
     )
 

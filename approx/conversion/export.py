@@ -223,9 +223,7 @@ def _refuse_precision(format: str, quantize: str | None) -> None:
     if quantize not in PRECISIONS:
         raise ApproxError(f"The precision '{quantize}' is unknown; --quantize takes {', '.join(PRECISIONS)}.")
     if format not in RUNTIMES:
-        raise ApproxError(
-            f"The format '{format}' takes no --quantize. Use it with --format {' or '.join(RUNTIMES)}."
-        )
+        raise ApproxError(f"The format '{format}' takes no --quantize. Use it with --format {' or '.join(RUNTIMES)}.")
 
 
 def _refuse_quantised(source: checkpoint.Source) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from approx.checkpoints import families
 from approx.checkpoints.checkpoint import EXPORTED, Checkpoint, Source, locate, settings

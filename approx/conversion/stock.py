@@ -267,7 +267,7 @@ def export(
             "global_attention_mask": None if stock.marks is None else stock.marks.said,
             "engines": engines(stock.kind.__name__),
         }
-        (folder / exporting.CHECK).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        (folder / checkpoint.EXPORTED).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         if wrong := [f"{size}: {error:.1e}" for size, error in found.items() if not error <= TOLERANCE]:
             raise ApproxError(
                 f"As a {stock.kind.__name__}, {name} computes something else, at {', '.join(wrong)} (batch x length; "

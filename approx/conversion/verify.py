@@ -569,7 +569,9 @@ class Reloader:
         """Whether it still runs and belongs to this process, not to a parent that was forked."""
         return self._owner == os.getpid() and self._process.poll() is None
 
-    def first_outputs(self, folder: Path, auto: str, inputs: list[dict[str, Tensor]], *, stock: bool) -> list[Tensor]:
+    def first_outputs(
+        self, folder: Path, auto: str, inputs: list[dict[str, Tensor]], *, stock: bool = False
+    ) -> list[Tensor]:
         """See the module's function of the same name."""
         assert self._process.stdin
         assert self._process.stdout

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from approx.mechanisms.exact_part import ExactPart
 from approx.mechanisms.mechanism import HeadGroups, Mechanism
+from approx.publishing.attention import Estimates
 from approx.seam.dispatch import dense_mask
 from approx.seam.observe import Call
 from approx_kernels.ops.near_keys.reference import reach
@@ -27,25 +28,6 @@ _BINS = torch.logspace(-6, 0, 25, dtype=torch.float64)
 _QUANTILES = (0.1, 0.5, 0.9)
 # Fewer pairs of a bin say nothing.
 _FEWEST = 20
-
-
-@dataclass(frozen=True)
-class Estimates:
-    """How the weights of a mechanism follow the exact ones: quantiles of the approximate weight, by the exact one.
-
-    Attributes:
-        exact: Middle of each bin of exact weights.
-        low: 10th percentile of the approximate weight of the same pairs, of each bin.
-        middle: The median.
-        high: 90th percentile.
-        relative: ‖A − A_exact‖ / ‖A_exact‖ of the weights, over all pairs.
-    """
-
-    exact: list[float]
-    low: list[float]
-    middle: list[float]
-    high: list[float]
-    relative: float
 
 
 @dataclass(frozen=True)
@@ -110,7 +92,7 @@ def weights(call: Call, query_block: int, key_block: int, of_heads: tuple[int, .
     softmax = _Softmax(call)
     keys = call.k.shape[2]
     blocks = membership(keys, key_block, call.q)
-    rows, out, entropy, mass = [], [], [], 0.0
+    rows, out, entropy, mass = [], [], [], torch.zeros(keys, device=call.q.device)
     for part in softmax.rows(query_block):
         rows.append(mean_rows(part @ blocks, query_block))
         out.append(part @ softmax.v)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -68,8 +68,17 @@ class Axis:
         return many if self.block == 1 else f"{many} in blocks of {self.block}"
 
 
-class Quantiles(Protocol):
-    """Approximate weights by exact ones, see `approx.looking.weights.Estimates`."""
+@dataclass(frozen=True)
+class Estimates:
+    """How the weights of a mechanism follow the exact ones: quantiles of the approximate weight, by the exact one.
+
+    Attributes:
+        exact: Middle of each bin of exact weights.
+        low: 10th percentile of the approximate weight of the same pairs, of each bin.
+        middle: The median.
+        high: 90th percentile.
+        relative: ‖A − A_exact‖ / ‖A_exact‖ of the weights, over all pairs.
+    """
 
     exact: list[float]
     low: list[float]
@@ -125,7 +134,7 @@ class FarShare:
 class Estimated:
     """How estimated weights follow the exact ones, and the number of random features; None for others."""
 
-    quantiles: Quantiles
+    quantiles: Estimates
     features: int | None
 
 
@@ -643,7 +652,7 @@ def _steps(part: Steps, name: str, head: Head, pictures: dict[str, dict[str, byt
     pictures[name] = steps_picture(head.layer.mechanism, "", [part.steps], causal=part.causal, suffixes=_SUFFIXES)
     count = len(part.steps)
     pairs = part.steps.any(0) if part.own is None else part.steps[part.own - 1]
-    length = pairs.shape[0]
+    length = len(pairs)
     allowed = length * (length + 1) // 2 if part.causal else length * length
     which = (
         "its only step" if count == 1 else f"step {part.own} of {count}" if part.own else f"all {count} steps, merged"

@@ -103,7 +103,7 @@ def _saved(
             figure.legend(loc="outside lower center", ncols=_LEGEND_COLUMNS, fontsize=8.5)
         undated = {"Software": None} if suffix == ".png" else dict.fromkeys(("Creator", "Date", "Format", "Type"))
         buffer = io.BytesIO()
-        figure.savefig(buffer, format=suffix[1:], metadata=undated, **({"dpi": _DPI} if suffix == ".png" else {}))
+        figure.savefig(buffer, format=suffix[1:], metadata=undated, dpi=_DPI if suffix == ".png" else "figure")
         return buffer.getvalue()
 
 

@@ -117,16 +117,21 @@ def plan_lines(variant: Variant) -> list[dict[str, str]]:
         settings = ", ".join(f"{key} = {value}" for key, value in layer.settings.items())
         heads = f" (heads {layer.heads})" if layer.heads != "all" else ""
         groups.setdefault((layer.mechanism + heads, settings), []).append(layer.layer)
-    return [
+    lines = [
         {"layers": wording.layer_ranges(layers), "mechanism": mechanism, "settings": settings or wording.NOTHING}
         for (mechanism, settings), layers in groups.items()
     ]
+    if variant.runtime is None:
+        return lines
+    runs = f"runs in {variant.runtime}"
+    whole = {"layers": "all", "mechanism": "exact", "settings": runs}
+    return [line | {"settings": f"{line['settings']}; {runs}"} for line in lines] or [whole]
 
 
 def plan_words(variant: Variant) -> str:
     """The plan of a variant in one line: layers 0–3: clustered, clusters = 25."""
     lines = (f"layers {line['layers']}: {line['mechanism']}, {line['settings']}" for line in plan_lines(variant))
-    return "; ".join(filter(None, ["; ".join(lines) or "exact", variant.runtime and f"runs in {variant.runtime}"]))
+    return "; ".join(lines) or "exact"
 
 
 def layer_error_table(variants: list[Variant]) -> dict[str, Any] | None:

@@ -1,5 +1,7 @@
 """`approx recommend` and `approx plan` without a plan, with real times: the form of the answer, not which one it is."""
 
+from pathlib import Path
+
 from approx.errors import Exit
 from approx.evaluation import record
 
@@ -14,7 +16,7 @@ def test_prints_the_answer_and_the_next_command_and_writes_a_record_that_report_
     assert first.startswith(("Use ", "Stay exact: ", "Not settled: "))
     assert last.startswith("Next: approx ")
     assert "no attention: the ceiling" in answer.out
-    made = record.load("out/record.json")
+    made = record.load(Path("out/record.json"))
     assert [row.length for row in made.speed] == [16, 30] or len(made.speed) == 1
     assert call("report", "out", "-o", "page").code == Exit.OK
     again = call(*about, "-o", "out")

@@ -3,6 +3,7 @@
 import collections
 import json
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -100,7 +101,7 @@ class Masked(torch.nn.Module):
         return self.mechanism(q, k, v, mask.bool())
 
 
-def built(name, settings, causal):
+def built(name: str, settings: dict[str, Any], causal: bool) -> Any:
     """The mechanism, or None if it has no such form."""
     try:
         return MECHANISMS[name](4, 8, causal=causal, scale=8**-0.5, **settings).eval()
@@ -268,7 +269,7 @@ def test_discards_a_program_that_computes_something_else(tmp_path, monkeypatch):
 def test_refuses_bad_options_before_any_work(tmp_path, monkeypatch):
     with pytest.raises(ApproxError, match="There is no format 'tflite'"):
         export.export("quickstart", tmp_path / "program", format="tflite")
-    with pytest.raises(ApproxError, match=r"'torch-export' has float32 weights\. Use --quantize with --format onnx"):
+    with pytest.raises(ApproxError, match=r"'torch-export' takes no --quantize\. Use it with --format onnx"):
         export.export("quickstart", tmp_path / "program", quantize="int8")
     with pytest.raises(ApproxError, match="precision 'int4' is unknown; --quantize takes int8"):
         export.export("quickstart", tmp_path / "program", format="onnx", quantize="int4")

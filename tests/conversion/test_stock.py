@@ -133,7 +133,7 @@ def test_transformers_alone_computes_the_same(
     assert raw["architectures"] == [made.architecture]
     assert not {"auto_map", "approx"} & {*raw}
     assert not [*(tmp_path / "stock").glob("*.py")]
-    report = json.loads((tmp_path / "stock" / export.CHECK).read_text())
+    report = json.loads((tmp_path / "stock" / checkpoint.EXPORTED).read_text())
     assert report["largest_relative_difference"] == made.largest_relative_difference
     assert {*report["versions"]} == {"approx", "torch", "transformers"}
 

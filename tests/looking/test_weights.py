@@ -63,7 +63,8 @@ def able():
         yield pytest.param(name, form, settings, id=f"{name}-{form}-{variant or 'plain'}")
 
 
-@pytest.mark.parametrize(("name", "form", "settings"), able())
+@pytest.mark.sample(8)
+@pytest.mark.parametrize(("name", "form", "settings"), [*able()])
 def test_weights_times_values_are_the_outputs_and_rows_sum_to_one(name, form, settings):
     model = converted(name, FORMS[form], **settings)
     found, inputs = seen(model)

@@ -1,5 +1,7 @@
 """Exported folders are measured like checkpoints: the same tasks, records and reports, in their own runtime."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -50,7 +52,7 @@ def test_programs_are_scored_on_the_same_examples(programs, tmp_path):
     # The same answers as in PyTorch.
     assert float32.scores == quality.base.scores
     assert record.checkpoint.runtime is None
-    runtimes = [variant.runtime for variant in record.variants]
+    runtimes = [str(variant.runtime) for variant in record.variants]
     assert all(one.startswith("onnxruntime ") for one in runtimes)
     assert [one.rpartition(", ")[2] for one in runtimes] == ["int8", "float32"]
     assert all(variant.verified for variant in record.variants)
@@ -66,7 +68,9 @@ def test_programs_are_timed_without_a_ceiling(programs):
     assert row.ceiling is None
     assert row.default is None
     assert [one.name for one in row.variants] == ["exact-int8"]
-    assert row.variants[0].median_ms > 0
+    median = row.variants[0].median_ms
+    assert median is not None
+    assert median > 0
 
 
 @pytest.mark.slow
@@ -95,7 +99,7 @@ def test_a_converted_program_says_how_much_it_approximates(programs, tmp_path):
     ],
 )
 def test_refuses_what_a_program_cannot_do(programs, options, words):
-    folders = {
+    folders: dict[str, Any] = {
         key: [str(programs / name) for name in value] if key == "beside" else value for key, value in options.items()
     }
     if "against" in folders:

@@ -27,7 +27,8 @@ def judge(base, sentences):
 
 
 def test_of_the_searched_examples_a_tenth_is_held_out(judge, base):
-    data = _training_data(base.model, *judge.of_task(judge.search), judge.processor)
+    task, read = judge.of_task(judge.search)
+    data = _training_data(base.model, task, read, judge.processor)
     searched = [example.id for example in judge.search.prepared.split.examples]
     assert [example.id for example in data.split.examples] == searched[:36]
     assert [example.id for example in data.held_out.examples] == searched[36:]
@@ -42,7 +43,8 @@ def test_examples_of_several_windows_keep_their_windows_in_order(judge, base):
     owners = [owner for owner in range(count) for _ in range(2)]
     prepared.owners[:] = owners
     prepared.encodings[:] = [encoding for encoding in prepared.encodings for _ in range(2)]
-    data = _training_data(base.model, *judge.of_task(judge.search), judge.processor)
+    task, read = judge.of_task(judge.search)
+    data = _training_data(base.model, task, read, judge.processor)
     assert data.rows == [(owner, window) for owner in range(36) for window in (0, 1)]
     assert len(data.encodings) == 72
 

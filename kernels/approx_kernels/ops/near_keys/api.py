@@ -22,6 +22,7 @@ def near_keys(
     chosen: Tensor | None,
     causal: bool,
     scale: float,
+    most: int | None = None,
     impl: str = "auto",
 ) -> Near:
     """The softmax over the keys in a window and the chosen ones.
@@ -35,6 +36,7 @@ def near_keys(
         chosen: [B, S] bool, the keys that every query sees; None for none.
         causal: Whether a query sees only keys at or before its own position.
         scale: Factor of the scores.
+        most: Most chosen keys of a sample, see `Exactly`.
         impl: `reference`, or `cpu` in C, where only one of several near keys of the largest score gets its gradient from `total`.
 
     Returns:
@@ -47,4 +49,4 @@ def near_keys(
     check_exactly(Exactly(causal, window, chosen, scale), k)
     run = choose("near_keys", impl, {"cpu": obstacle(q), "reference": None})
     attend = near_lists if run == "cpu" else plain_near_keys
-    return attend(q, k, v, key_mask, window=window, chosen=chosen, causal=causal, scale=scale)
+    return attend(q, k, v, key_mask, window=window, chosen=chosen, causal=causal, scale=scale, most=most)

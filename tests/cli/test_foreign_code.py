@@ -18,7 +18,7 @@ TASK = ("--task", "glue/sst2", "--data", "{data}")
 # The words of a command, and its exit code.
 COMMANDS = [
     (("inspect", "{folder}"), Exit.OK),
-    (("plan", "{folder}"), Exit.USAGE),
+    (("plan", "{folder}"), Exit.REFUSED),
     (("plan", "{folder}", "-m", "linear"), Exit.REFUSED),
     (("verify", "{folder}"), Exit.VERIFICATION),
     (("verify", "{folder}", "--accept"), Exit.VERIFICATION),

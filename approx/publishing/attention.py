@@ -651,7 +651,7 @@ def _spans(part: Spans, name: str, picture: Any) -> dict[str, Any]:
 def _steps(part: Steps, name: str, head: Head, pictures: dict[str, dict[str, bytes]]) -> dict[str, Any]:
     pictures[name] = steps_picture(head.layer.mechanism, "", [part.steps], causal=part.causal, suffixes=_SUFFIXES)
     count = len(part.steps)
-    pairs = part.steps.any(0) if part.own is None else part.steps[part.own - 1]
+    pairs = np.asarray(part.steps.any(0) if part.own is None else part.steps[part.own - 1])
     length = len(pairs)
     allowed = length * (length + 1) // 2 if part.causal else length * length
     which = (

@@ -112,7 +112,12 @@ def built(name: str, settings: dict[str, Any], causal: bool) -> Any:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "settings", "causal"),
-    [(*one, causal) for one in SETTINGS for causal in (False, True) if built(*one, causal) is not None],
+    [
+        (name, settings, causal)
+        for name, settings in SETTINGS
+        for causal in (False, True)
+        if built(name, settings, causal)
+    ],
 )
 def test_settings_and_lengths_of_a_mechanism(name, settings, causal):
     mechanism = built(name, settings, causal)
@@ -188,7 +193,8 @@ def test_onnx_runtime_computes_the_same(family, name, settings, tmp_path):
 
 def test_chosen_keys_do_not_make_a_program_quadratic(tmp_path):
     """As many keys are moved to the front as positions can choose, not as there are."""
-    mechanism = MECHANISMS["linear"](4, 8, causal=True, scale=1.0, window=16, sinks=3)
+    kind: Any = MECHANISMS["linear"]
+    mechanism = kind(4, 8, causal=True, scale=1.0, window=16, sinks=3)
     q = torch.zeros(1, 4, 100, 8)
     with torch.no_grad():
         program = torch.export.export(mechanism, (q, q, q), dynamic_shapes=({2: Dim.DYNAMIC},) * 3)

@@ -400,7 +400,7 @@ def _windowed_sums(
 
     out = out + beyond(queries, keys, values, left)
     if not causal:
-        turned = (x.flip(2) for x in (queries, keys, values))
+        turned = queries.flip(2), keys.flip(2), values.flip(2)
         out = out + beyond(*turned, right).flip(2)
     keys, values = (F.pad(x, (0, 0, left, 0))[:, :, :length] for x in (keys, values))
     return out, keys.mT @ values

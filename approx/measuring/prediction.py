@@ -493,11 +493,16 @@ def check_text(one: checkpoint.Checkpoint, text: str) -> None:
     """Raise if a text does not fit a model, which would fail deep inside.
 
     Raises:
-        ApproxError: if it is empty, longer than the model's positions, or the tokenizer is of another model.
+        ApproxError: if it is empty or has no known word, is longer than the model's positions, or the tokenizer is of another
+            model.
     """
     tokenizer = checkpoint.processor(one.source)
     ids, limit = tokenizer(text, verbose=False)["input_ids"], positions.limit(one.model.config)
     if not set(ids) - set(tokenizer.all_special_ids):
+        if text.strip():
+            raise ApproxError(
+                "The tokenizer of this model knows no word of the input. Give a text of words that it knows."
+            )
         raise ApproxError("The input has no tokens: its text is empty. Give at least one word.")
     if limit is not None and len(ids) > limit:
         raise ApproxError(

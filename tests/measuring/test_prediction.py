@@ -122,3 +122,9 @@ def test_a_text_may_fill_the_positions_and_the_vocabulary_to_the_last():
     with pytest.raises(ApproxError, match=r"token 14, but the vocabulary of .* is 0-13") as caught:
         predicted(model, "another film", tokenizer)
     assert caught.value.exit_code == Exit.UNAVAILABLE
+
+
+@pytest.mark.parametrize(("text", "words"), [("", "its text is empty"), ("qwxz zzqk", "knows no word of the input")])
+def test_an_input_without_known_words_is_refused_with_the_reason(text, words):
+    with pytest.raises(ApproxError, match=words):
+        api.predict(tiny_model(2), [text], processor=tiny_tokenizer())

@@ -345,13 +345,18 @@ def _save_onnx(program: ExportedProgram, model: Any, path: Path) -> None:
 
 def _quantize_onnx(path: Path, out: Path, *, large: bool) -> None:
     """Round the weights of matrix products to int8, with a scale for each column; activations are rounded as they arise."""
+    import onnx  # type: ignore[import-not-found]  # optional
     from onnxruntime.quantization import QuantType, quantize_dynamic  # type: ignore[import-not-found]  # optional
 
+    graph = onnx.load(path, load_external_data=False).graph
+    # ONNX Runtime cannot run rounded weights of more than two dimensions, such as the maps of each head in `linear`.
+    deep = {each.name for each in graph.initializer if len(each.dims) > 2}
     # ONNX Runtime has another `Attention` of its own, so the kinds of operators are named.
     quantize_dynamic(
         path,
         out,
         op_types_to_quantize=["MatMul", "Gemm"],
+        nodes_to_exclude=[node.name for node in graph.node if deep & {*node.input}],
         per_channel=True,
         weight_type=QuantType.QInt8,
         use_external_data_format=large,

@@ -2,6 +2,7 @@
 
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from approx.mechanisms.mechanism import Mechanism
@@ -106,8 +107,9 @@ class FullAttention(Mechanism):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, *, dropout: float = 0.0
     ) -> Tensor:
-        """Attend; dropout acts on the attention weights."""
-        return materialised_attention(q, k, v, key_mask, causal=self.causal, scale=self.scale, dropout=dropout)
+        """Attend; dropout acts on the attention weights. A program has PyTorch's operator, which runtimes compute in one step."""
+        attend = exact_attention if torch.compiler.is_exporting() else materialised_attention
+        return attend(q, k, v, key_mask, causal=self.causal, scale=self.scale, dropout=dropout)
 
     @classmethod
     def exact_settings(cls, length: int) -> dict[str, Any]:

@@ -61,7 +61,7 @@ class ExactKeys(ExactPart):
         check_shapes(q, k, v, key_mask)
         q, k, v = blank_padding(q, k, v, key_mask)
         exactly = self.exactly(k, key_mask, tokens)
-        return near_keys(q, k, drop_keys(v, dropout), key_mask, **exactly._asdict()).out.to(q.dtype)
+        return near_keys(q, k, drop_keys(v, dropout), key_mask, exactly).out.to(q.dtype)
 
     def decode(
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, state: dict[str, Tensor] | None = None

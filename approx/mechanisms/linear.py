@@ -5,6 +5,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from approx.errors import ApproxError, Exit
 from approx.mechanisms.exact_part import ExactPart, best_factor, fitted_gate
@@ -301,7 +302,7 @@ class LinearAttention(ExactPart):
 
         `tokens` are the token ids of the keys, [B, S], read where global tokens are chosen by content.
         """
-        if not self.gate:
+        if not self.gate and not (self.window and torch.compiler.is_exporting()):
             return linear_attention(q, k, v, key_mask, causal=self.causal, dropout=dropout, **self._ways())
         check_shapes(q, k, v, key_mask)
         exactly = self.exactly(k, key_mask, tokens)
@@ -319,8 +320,13 @@ class LinearAttention(ExactPart):
         return linear_and_exact_decode(q, k, v, key_mask, state, **exact, far=self._far())
 
     def _far(self) -> LinearFar:
-        assert self.query_gate is not None, "only a gate weighs far keys"
-        ways = self._maps(), self.query_gate, self.key_gate, self._input_scale(), self.decay, self.rate
+        gate, of_keys = self.query_gate, self.key_gate
+        if gate is None:
+            assert self.mix is not None, "only a gate, or a window without one, weighs far keys"
+            # The same weights without a loop over blocks, for programs of any length: the window's factor, taken from far keys.
+            gate = F.pad(-F.logsigmoid(self.mix)[:, None], (self.head_dim, 0))
+            of_keys = torch.zeros_like(gate[:, :-1])
+        ways = self._maps(), gate, of_keys, self._input_scale(), self.decay, self.rate
         return LinearFar(self.feature_map, *ways)
 
     def _maps(self) -> tuple[Tensor, Tensor] | None:

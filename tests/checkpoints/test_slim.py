@@ -80,8 +80,7 @@ def test_code_of_one_mechanism_is_fourteen_files_at_most(name, written):
     lines = {path.name: len(path.read_text("utf-8").splitlines()) for path in written[name]}
     more = name.split()[0] in WITH_EXACT_KEYS
     assert len(lines) <= MOST_FILES + 3 * more, sorted(lines)
-    # The estimates beside exact keys, and their forms without loops, which exported programs need.
-    assert sum(lines.values()) <= MOST_LINES + 1100 * more, lines
+    assert sum(lines.values()) <= MOST_LINES + 1000 * more, lines
 
 
 def test_second_mechanism_adds_few_files(written):

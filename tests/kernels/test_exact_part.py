@@ -41,7 +41,8 @@ def near_pairs(length, keys, mask, window, chosen, causal):
     return (near & seen)[:, None], seen[:, None]
 
 
-def dense_near(q, k, v, mask, *, window, chosen, causal, scale):
+def dense_near(q, k, v, mask, exactly):
+    causal, window, chosen, scale, _ = exactly
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     near, _ = near_pairs(q.shape[2], k.shape[2], mask, window, chosen, causal)
     scores = (q @ k.mT * scale).masked_fill(~near, -1e30)
@@ -75,11 +76,11 @@ def test_near_keys_and_their_gradients_equal_a_dense_softmax(
     chosen = None if density is None else torch.rand(2, keys) < density
     real = mask[:, None] if mask is not None and length == keys else torch.ones(1, 1, 1, dtype=torch.bool)
     grads = torch.randn(2, groups * shared, length, 5), *torch.randn(2, 2, groups * shared, length)
-    how = {"window": window, "chosen": chosen, "causal": causal, "scale": SCALE}
+    exactly = Exactly(causal, window, chosen, SCALE)
     results = []
     for near, dtype in ((dense_near, torch.float64), (near_keys, torch.float64), (near_lists, torch.float32)):
         q, k, v = inputs = [x.to(dtype).requires_grad_() for x in tensors]
-        out, log, total = near(q, k, v, mask, **how)
+        out, log, total = near(q, k, v, mask, exactly)
         counted = (total > 0) & real
         parts = out * counted[..., None], log.masked_fill(~counted, 0.0), total * counted
         loss = torch.stack([(x * grad.to(dtype)).sum() for x, grad in zip(parts, grads, strict=True)]).sum()

@@ -20,9 +20,7 @@ CASES = [(name, form, variant) for name, kind in MECHANISMS.items() for form in 
 
 def converted(name: str, architecture: str, **settings):
     model = tiny(architecture)
-    plan = Plan((Rule(name, "all", settings),))
-    if error_of(lambda: approx.convert(model, plan, calibration=example_inputs(model, 40))):
-        pytest.skip("no such form")
+    approx.convert(model, Plan((Rule(name, "all", settings),)), calibration=example_inputs(model, 40))
     return model
 
 

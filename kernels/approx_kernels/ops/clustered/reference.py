@@ -517,7 +517,7 @@ def clustered_parts(
     check_part("weight", weight, q, q.shape[1])
     q, k, v = blank_padding(q, k.to(q.dtype), v.to(q.dtype), key_mask)
     with without_autocast(q.device.type):
-        near = near_keys(q, k, v, key_mask, **exactly._asdict())
+        near = near_keys(q, k, v, key_mask, exactly)
         wide = torch.promote_types(q.dtype, torch.float32)
         queries, keys, values = q.to(wide) * exactly.scale, k.to(wide), v.to(wide)
         weights = weight.to(wide)[:, None]

@@ -42,7 +42,7 @@ def linear_in_one_pass(
     q, k, v = blank_padding(q, k, v, key_mask)
     v = drop_keys(v, dropout)
     with without_autocast("cpu"):
-        near = near_lists(q, k, v, key_mask, **exactly._asdict())
+        near = near_lists(q, k, v, key_mask, exactly)
         mask = far_mask(key_mask, exactly.chosen)
         near_logs, how = logs_of(near.total), (exactly.window, exactly.causal, far.input_scale)
         if far.feature_map == "hedgehog" and far.maps is not None:
@@ -72,7 +72,7 @@ def performer_in_one_pass(
     q, k, v = blank_padding(q, k, v, key_mask)
     v = drop_keys(v, dropout)
     with without_autocast("cpu"):
-        near = near_lists(q, k, v, key_mask, **exactly._asdict())
+        near = near_lists(q, k, v, key_mask, exactly)
         mask = far_mask(key_mask, exactly.chosen)
         queries, keys = (scaled(x.float(), far.scale**0.5) for x in mapped)
         rows = far.projection.float().mT

@@ -21,7 +21,7 @@ from approx_kernels.ops.linear.reference import (
 )
 from approx_kernels.ops.near_keys.reference import (
     Exactly,
-    NearOp,
+    Near,
     Part,
     far_mask,
     first_keys,
@@ -211,7 +211,7 @@ def attend_linear(
     key_mask: Tensor | None,
     exactly: Exactly,
     far: LinearFar,
-    near_op: NearOp,
+    near_op: Callable[..., Near],
     sums_op: Estimate,
     dropout: float = 0.0,
     state: State | None = None,
@@ -226,7 +226,7 @@ def attend_linear(
     q, k, v = blank_padding(q, k, v, key_mask)
     v = drop_keys(v, dropout)
     with without_autocast(q.device.type):
-        near = near_op(q, k, v, key_mask, **exactly._asdict())
+        near = near_op(q, k, v, key_mask, exactly)
         mask = far_mask(key_mask, exactly.chosen)
         if far.feature_map in FORGETFUL:
             parts, later = _forgetful(q, k, v, mask, exactly, far, state, delta_op, keep)
@@ -319,10 +319,8 @@ def linear_parts(
 def near_and_mass(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, exactly: Exactly) -> tuple[Part, Tensor]:
     """The near keys, and the true weight of the others relative to the largest near score, [B, H, L]; 0 without a near key."""
     q, k, v = blank_padding(q, k, v, key_mask)
-    near = near_keys(q, k, v, key_mask, **exactly._asdict())
-    every = near_keys(
-        q, k, v, key_mask, window=max(q.shape[2], k.shape[2]), chosen=None, causal=exactly.causal, scale=exactly.scale
-    )
+    near = near_keys(q, k, v, key_mask, exactly)
+    every = near_keys(q, k, v, key_mask, exactly._replace(window=max(q.shape[2], k.shape[2]), chosen=None))
     mass = (every.log - near.log).exp() * near.total - near.total
     return Part(near.out, logs_of(near.total)), mass.clamp(min=0.0).masked_fill(near.total <= 0, 0.0)
 
@@ -410,10 +408,16 @@ def plain_features(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, *, far: PerformerFar, state: State | None = None
 ) -> Part:
     """Attention by random features, mixed with uniform attention, after a state."""
+    out, logs, _ = _by_features(q, k, v, mask, causal, far, state)
+    return Part(_with_share(out, v, mask, far, causal, None if state is None else state.get(UNIFORM)), logs)
+
+
+def _by_features(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, far: PerformerFar, state: State | None
+) -> tuple[Tensor, Tensor, State]:
     how = {"projection": far.projection, "offsets": far.offsets, "kernel": far.kernel, "scale": far.scale}
     own = None if state is None else {name: x for name, x in state.items() if name != UNIFORM}
-    out, logs, _ = performer_heads(q, k, v, mask, **how, causal=causal, state=own)
-    return Part(_with_share(out, v, mask, far, causal, None if state is None else state.get(UNIFORM)), logs)
+    return performer_heads(q, k, v, mask, **how, causal=causal, state=own)
 
 
 def _with_share(
@@ -445,7 +449,7 @@ def attend_performer(
     mapped: tuple[Tensor, Tensor],
     exactly: Exactly,
     far: PerformerFar,
-    near_op: NearOp,
+    near_op: Callable[..., Near],
     features_op: Callable[..., Part],
     dropout: float = 0.0,
     more: bool = False,
@@ -467,13 +471,13 @@ def performer_parts(
     mapped: tuple[Tensor, Tensor],
     exactly: Exactly,
     far: PerformerFar,
-    near_op: NearOp = near_keys,
+    near_op: Callable[..., Near] = near_keys,
     features_op: Callable[..., Part] = plain_features,
     more: bool = False,
 ) -> tuple[Part, list[Part]]:
     """What `performer_and_exact` joins: the near keys, and the others as estimates of `exp(scale q.k)` times each head's factor."""
     q, k, v = blank_padding(q, k, v, key_mask)
-    near = near_op(q, k, v, key_mask, **exactly._asdict())
+    near = near_op(q, k, v, key_mask, exactly)
     inputs = *mapped, per_query_head(q, v), far_mask(key_mask, exactly.chosen)
     ways: dict[str, Any] = {"window": exactly.window, "causal": exactly.causal, "more": more}
     share = None if exactly.causal else far.share
@@ -525,15 +529,7 @@ def performer_and_exact_decode(
     mask = F.pad(torch.ones_like(k[:, 0, :beyond, 0], dtype=torch.bool) if mask is None else mask[:, :beyond], (1, 0))
     gone = F.pad(keys[:, :, :beyond], (0, 0, 1, 0))
     values = F.pad(per_query_head(q, v[:, :, :beyond]), (0, 0, 1, 0))
-    how = {
-        "projection": far.projection,
-        "offsets": far.offsets,
-        "kernel": far.kernel,
-        "scale": far.scale,
-        "causal": True,
-    }
-    own = None if known is None else {name: x for name, x in known.items() if name != UNIFORM}
-    _, _, later = performer_heads(queries[:, :, :1], gone, values, mask, **how, state=own)
+    _, _, later = _by_features(queries[:, :, :1], gone, values, mask, True, far, known)
     if far.share is not None:
         uniform = None if known is None else known.get(UNIFORM)
         one = values.new_zeros(*q.shape[:2], 1, v.shape[3])

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from approx_kernels.ops.near_keys.reference import Near, near_keys
 from approx_kernels.runtime.pytorch import drop_keys, without_autocast
 from approx_kernels.tokens import State, blank_padding, content, extended, in_order, newest, sharing, turns
 
@@ -351,13 +350,6 @@ def attend_windowed(
     left, right = (window - 1, 0) if causal else (window, window)
     # A last column of ones turns the normaliser into one more value.
     values = F.pad(values, (0, 1), value=1.0)
-    if torch.compiler.is_exporting():
-        assert sums is None, "an exported program has no cache"
-        mask = None if keep is None else keep[:, 0, :, 0]
-        near = near_keys(q, k, values[..., :-1], mask, window=window, chosen=None, causal=causal, scale=scale)
-        ways = {"left": left, "right": right, "causal": causal}
-        weighed, later = _windowed_sums(queries, keys, values, near, mix, **ways)
-        return divided(weighed, eps), later
     before, after = _outer_sums(keys, values, causal)
     before = before if sums is None else before + sums.unsqueeze(2)
     q = q * scale
@@ -383,27 +375,6 @@ def attend_windowed(
     tail = slice(beyond // _BLOCK * _BLOCK, beyond)
     sums = before[:, :, beyond // _BLOCK] + keys[:, :, tail].transpose(-2, -1) @ values[:, :, tail]
     return divided(torch.cat(out, 2), eps), sums
-
-
-def _windowed_sums(
-    queries: Tensor, keys: Tensor, values: Tensor, near: Near, mix: Tensor, *, left: int, right: int, causal: bool
-) -> tuple[Tensor, Tensor]:
-    """What `attend_windowed` divides, and the sums that it returns, without a loop over blocks, for programs of any length."""
-    length = keys.shape[2]
-    softmax = near.out * near.total[..., None], near.total[..., None]
-    out = torch.cat(softmax, -1) * mix.to(near.out.dtype)[:, None, None]
-
-    def beyond(queries: Tensor, keys: Tensor, values: Tensor, distance: int) -> Tensor:
-        """Sums over the keys more than `distance` before each query: keys are moved back by that many places."""
-        keys, values = (F.pad(x, (0, 0, distance + 1, 0))[:, :, :length] for x in (keys, values))
-        return continue_sums(queries, keys, values, None)[0]
-
-    out = out + beyond(queries, keys, values, left)
-    if not causal:
-        turned = queries.flip(2), keys.flip(2), values.flip(2)
-        out = out + beyond(*turned, right).flip(2)
-    keys, values = (F.pad(x, (0, 0, left, 0))[:, :, :length] for x in (keys, values))
-    return out, keys.mT @ values
 
 
 def near_weights(scores: Tensor, near: Tensor | None, mix: Tensor) -> Tensor:

@@ -805,7 +805,7 @@ def lsh_parts(
     causal, length, keys = exactly.causal, q.shape[2], k.shape[2]
     q, k, v = blank_padding(q, k.to(q.dtype), v.to(q.dtype), key_mask)
     with without_autocast(q.device.type):
-        near = near_keys(q, k, v, key_mask, **exactly._asdict())
+        near = near_keys(q, k, v, key_mask, exactly)
         wide = torch.promote_types(q.dtype, torch.float32)
         how = {"projections": projections, "variant": "asymmetric", "cluster": cluster}
         make = partial(bucket_plan if causal else cluster_plan, key_mask=key_mask, **how)

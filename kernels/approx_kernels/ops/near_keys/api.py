@@ -17,12 +17,8 @@ def near_keys(
     k: Tensor,
     v: Tensor,
     key_mask: Tensor | None,
+    exactly: Exactly,
     *,
-    window: int,
-    chosen: Tensor | None,
-    causal: bool,
-    scale: float,
-    most: int | None = None,
     impl: str = "auto",
 ) -> Near:
     """The softmax over the keys in a window and the chosen ones.
@@ -32,11 +28,7 @@ def near_keys(
         k: Keys, [B, G, S, D]; H / G query heads in turn share each of G key heads.
         v: Values, [B, G, S, E].
         key_mask: [B, S] bool, True at real keys; None when all are real.
-        window: Keys on either side, or, with `causal`, last keys with the query's own; 0 for none.
-        chosen: [B, S] bool, the keys that every query sees; None for none.
-        causal: Whether a query sees only keys at or before its own position.
-        scale: Factor of the scores.
-        most: Most chosen keys of a sample, see `Exactly`.
+        exactly: Which keys these are.
         impl: `reference`, or `cpu` in C, where only one of several near keys of the largest score gets its gradient from `total`.
 
     Returns:
@@ -46,7 +38,7 @@ def near_keys(
         ValueError: if shapes or dtypes do not match, or `impl` cannot run.
     """
     check_shapes(q, k, v, key_mask)
-    check_exactly(Exactly(causal, window, chosen, scale), k)
+    check_exactly(exactly, k)
     run = choose("near_keys", impl, {"cpu": obstacle(q), "reference": None})
     attend = near_lists if run == "cpu" else plain_near_keys
-    return attend(q, k, v, key_mask, window=window, chosen=chosen, causal=causal, scale=scale, most=most)
+    return attend(q, k, v, key_mask, exactly)

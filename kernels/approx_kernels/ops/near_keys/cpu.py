@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from approx_kernels.ops.key_lists.cpu import FAR, MOST_ROWS, WINDOW_ROWS, attend
-from approx_kernels.ops.near_keys.reference import Front, Near, far_mask, lowest, near_keys, reach
+from approx_kernels.ops.near_keys.reference import Exactly, Front, Near, far_mask, lowest, near_keys, reach
 from approx_kernels.tokens import blank_for_gradients
 
 
@@ -13,23 +13,19 @@ def near_lists(
     k: Tensor,
     v: Tensor,
     key_mask: Tensor | None,
-    *,
-    window: int,
-    chosen: Tensor | None,
-    causal: bool,
-    scale: float,
-    most: int | None = None,
+    exactly: Exactly,
 ) -> Near:
     """Like `near_keys`, in C; if several keys have the largest score, only one of them gets its gradient from `total`."""
+    causal, window, chosen, scale, _ = exactly
     form = {"window": window, "causal": causal, "scale": scale}
     q, k, v = blank_for_gradients(q, k, v, key_mask)
-    front = Front.of(k, v, key_mask, chosen)
+    front = Front.of(k, v, key_mask, exactly)
     length, keys = q.shape[2], k.shape[2]
     if front is None and window:
         return _lists(q, k, v, far_mask(key_mask, chosen), 0, **form)
     # In lists, queries that precede all keys see none.
     if front is None or length > keys:
-        return near_keys(q, k, v, key_mask, chosen=chosen, **form)
+        return near_keys(q, k, v, key_mask, exactly)
     # The first queries of a causal layer do not see all chosen keys.
     last = int(front.place.masked_fill(~front.real, -1).max()) if causal else -1
     early = max(last - (keys - length), 0)
@@ -45,8 +41,7 @@ def near_lists(
         k[:, :, seen],
         v[:, :, seen],
         None if key_mask is None else key_mask[:, seen],
-        chosen=None if chosen is None else chosen[:, seen],
-        **form,
+        exactly._replace(chosen=None if chosen is None else chosen[:, seen]),
     )
     return Near(*(torch.cat([x.to(y.dtype), y], 2) for x, y in zip(few, near, strict=True)))
 

@@ -62,6 +62,24 @@ def far_mask(key_mask: Tensor | None, chosen: Tensor | None) -> Tensor | None:
     return ~chosen if key_mask is None else key_mask & ~chosen
 
 
+class Exactly(NamedTuple):
+    """Which keys are exact, and how they are attended to.
+
+    Attributes:
+        causal: Whether a query sees only keys at or before its own position.
+        window: Width of the window, see `reach`; 0 for none.
+        chosen: [B, S] bool, the keys that every query sees; None for none.
+        scale: Factor of the scores.
+        most: Most chosen keys of a sample, if positions choose them; without it, programs compute as if all could be.
+    """
+
+    causal: bool
+    window: int
+    chosen: Tensor | None
+    scale: float
+    most: int | None = None
+
+
 class Front(NamedTuple):
     """The chosen keys of each sample, in order and moved together; samples with fewer are filled up.
 
@@ -78,23 +96,21 @@ class Front(NamedTuple):
     real: Tensor
 
     @classmethod
-    def of(
-        cls, k: Tensor, v: Tensor, key_mask: Tensor | None, chosen: Tensor | None, most: int | None = None
-    ) -> "Front | None":
-        """The chosen keys that are real, exported in any order; None if no key is chosen. `most` is as in `Exactly`."""
-        if chosen is None:
+    def of(cls, k: Tensor, v: Tensor, key_mask: Tensor | None, exactly: Exactly) -> "Front | None":
+        """The chosen keys that are real; None if no key is chosen."""
+        if (chosen := exactly.chosen) is None:
             return None
         chosen = chosen if key_mask is None else chosen & key_mask
         if torch.compiler.is_exporting():
-            # A program cannot count them; an input may have fewer keys than `most`. ONNX has no stable sort.
-            most = chosen.shape[1] if most is None else most
+            # A program cannot count them; an input may have fewer keys than `most`.
+            most = chosen.shape[1] if exactly.most is None else exactly.most
             chosen = F.pad(chosen, (0, most))
-            place = chosen.float().topk(most, dim=1).indices
         else:
             most = int(chosen.sum(1).max()) if chosen.numel() else 0
-            place = (~chosen).to(torch.uint8).argsort(dim=1, stable=True)[:, :most]
         if not most:
             return None
+        # The first ones have the highest rank: ONNX has no stable sort.
+        place = (chosen * torch.arange(chosen.shape[1], 0, -1.0, device=chosen.device)).topk(most, dim=1).indices
         real = chosen.gather(1, place)
         place = place.clamp(max=k.shape[2] - 1)
         rows = place[:, None, :, None]
@@ -107,12 +123,7 @@ def near_keys(
     k: Tensor,
     v: Tensor,
     key_mask: Tensor | None,
-    *,
-    window: int,
-    chosen: Tensor | None,
-    causal: bool,
-    scale: float,
-    most: int | None = None,
+    exactly: Exactly,
 ) -> Near:
     """The softmax over the keys in a window and the chosen ones, of all blocks of queries at once.
 
@@ -121,17 +132,14 @@ def near_keys(
         k: Keys, [B, G, S, D]; padding holds numbers.
         v: Values, [B, G, S, E].
         key_mask: [B, S] bool, True at real keys; None when all are real.
-        window: Width of the window, see `reach`; 0 for none.
-        chosen: [B, S] bool, the keys that every query sees; None for none.
-        causal: Whether a query sees only keys at or before its own position.
-        scale: Factor of the scores.
-        most: Most chosen keys of a sample, see `Exactly`.
+        exactly: Which keys these are.
     """
+    causal, window, chosen, scale, _ = exactly
     length, keys, shared = q.shape[2], k.shape[2], sharing(q, k)
     before = keys - length
     wide = torch.promote_types(q.dtype, torch.float32)
     q, k, v = q.to(wide) * scale, k.to(wide), v.to(wide)
-    front = Front.of(k, v, key_mask, chosen, most)
+    front = Front.of(k, v, key_mask, exactly)
     left, right = reach(window, causal)
     if not torch.compiler.is_exporting():
         left, right = (min(side, max(keys, length)) for side in (left, right))
@@ -167,15 +175,12 @@ def near_keys(
     weights = (scores - largest).exp().masked_fill(~visible, 0.0)
     total = weights.sum(-1, keepdim=True)
     per_part = weights.split([seen.shape[-1] for *_, seen in parts], -1)
-    sums = sum(
-        (some @ values for some, (_, values, _) in zip(per_part, parts, strict=True)), torch.zeros((), device=q.device)
-    )
+    first, *others = (some @ values for some, (_, values, _) in zip(per_part, parts, strict=True))
     norm = total.clamp(min=1.0)
     log = torch.where(visible.any(-1, keepdim=True), largest + norm.log(), lowest(wide))
-    return Near(
-        *(x.flatten(1, 2).flatten(2, 3)[:, :, :length] for x in (sums / norm,)),
-        *(x.flatten(1, 2).flatten(2, 3)[:, :, :length, 0] for x in (log, total)),
-    )
+    found = sum(others, first) / norm, log, total
+    out, log, total = (x.flatten(1, 2).flatten(2, 3)[:, :, :length] for x in found)
+    return Near(out, log[..., 0], total[..., 0])
 
 
 def joined(parts: Sequence[Part]) -> Tensor:
@@ -188,25 +193,6 @@ def joined(parts: Sequence[Part]) -> Tensor:
     for number, part in enumerate(parts[1:], 1):
         out = out + weights[..., number, None] * part.out
     return out
-
-
-class Exactly(NamedTuple):
-    """Which keys are exact, and how they are attended to.
-
-    Attributes:
-        causal: Whether a query sees only keys at or before its own position.
-        window: Width of the window, see `reach`; 0 for none.
-        chosen: [B, S] bool, the keys that every query sees; None for none.
-        scale: Factor of the scores.
-        most: Most chosen keys of a sample, where positions choose them; None if unknown. Exported programs need it, which
-            otherwise compute as if every key could be chosen.
-    """
-
-    causal: bool
-    window: int
-    chosen: Tensor | None
-    scale: float
-    most: int | None = None
 
 
 def check_exactly(exactly: Exactly, k: Tensor, dropout: float = 0.0) -> None:
@@ -224,9 +210,6 @@ def check_exactly(exactly: Exactly, k: Tensor, dropout: float = 0.0) -> None:
                 f"chosen is {exactly.chosen.dtype} of shape {list(exactly.chosen.shape)}; "
                 f"expected torch.bool of shape [{k.shape[0]}, {k.shape[2]}], True at the chosen keys."
             )
-
-
-NearOp = Callable[..., Near]
 
 
 def per_query_head(q: Tensor, x: Tensor) -> Tensor:

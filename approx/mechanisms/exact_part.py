@@ -95,7 +95,8 @@ class ExactPart(Mechanism, abstract=True):
         elif self._positions:
             rank = torch.ones_like(k[:, 0, :, 0], dtype=torch.long) if key_mask is None else key_mask.long()
             rank = rank.cumsum(1) - 1
-            more = torch.isin(rank, torch.tensor(self._positions, device=k.device))
+            # ONNX has no operator for isin.
+            more = (rank[..., None] == torch.tensor(self._positions, device=k.device)).any(-1)
             more = more if key_mask is None else more & key_mask
         chosen = more if chosen is None else chosen if more is None else chosen | more
         most = None if self.reads_tokens else self.sinks + len(self._positions)

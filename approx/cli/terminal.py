@@ -121,7 +121,7 @@ class _Lines:
 
     def __init__(self, note: Callable[[str], None], silence: float = _SECONDS_OF_SILENCE) -> None:
         self._note, self._silence = note, silence
-        self._begun = self._printed = self._stage_begun = time.monotonic()
+        self._begun = self._printed = self._stage_begun = self._stepped = time.monotonic()
         self._stage, self._done, self._first, self._total = "", 0, 0, 0
         self._lock, self._over = threading.Lock(), threading.Event()
         self._watch = threading.Thread(target=self._break_silence, daemon=True)
@@ -138,9 +138,11 @@ class _Lines:
         """Update the state of a stage."""
         with self._lock:
             now, before = time.monotonic(), self._stage
-            # Steps of one kind, such as the lengths of a bench, are counted together.
-            if stage.split(" ")[0] != before.split(" ")[0] or total != self._total or done < self._done:
+            # Steps of one kind are counted together.
+            if stage.split(" ")[0] != before.split(" ")[0] or done < self._done or not done:
                 self._stage_begun, self._first = now, done
+            if done != self._done or stage != before:
+                self._stepped = now
             self._stage, self._done, self._total = stage, done, total
             # The figures after '|' change at every step; one line now and then is enough.
             again = "|" in stage and stage.partition("|")[0] == before.partition("|")[0]
@@ -160,12 +162,20 @@ class _Lines:
         text = f"{self._stage}: {self._done:,} of {self._total:,}"
         if made <= 0:
             return text
-        left = (time.monotonic() - self._stage_begun) / made * (self._total - self._done)
-        return f"{text}, about {left / 60:.0f} min left" if left >= 90 else f"{text}, about {left:.0f} s left"
+        step, since = (self._stepped - self._stage_begun) / made, time.monotonic() - self._stepped
+        # While a step runs, the time left only falls; if it takes longer than those before, nothing is promised.
+        left = step * (self._total - self._done) - since
+        if since > 2 * max(step, self._silence):
+            return f"{text}, this step for {_spoken(since)}"
+        return f"{text}, about {_spoken(max(left, step))} left"
 
     def _print(self, text: str) -> None:
         self._printed = time.monotonic()
         self._note(f"[{self._printed - self._begun:6.1f} s] {text}")
+
+
+def _spoken(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
 
 
 class _Notes(logging.Handler):

@@ -78,7 +78,7 @@ def bench(
         seed: Seed of the bootstrap.
         chosen_in: Runs a call and returns the implementation that each op chose; called once per contender, untimed.
             With None, the choices are not recorded.
-        progress: Called with rows done, the total number of rows, and a description of the next row.
+        progress: Called with the turns done of a row, how many it will have, and a description of the row.
 
     Yields:
         The "speed" of a record: a row for each batch size and length, as soon as it is measured.
@@ -104,8 +104,10 @@ def bench(
                 f"tokens: {left}. Raise --time-budget, or leave sizes out."
             )
             break
-        if progress:
-            progress(done, len(grid), f"batch {batch}, {length} tokens")
+        number = f" ({done + 1} of {len(grid)})" if len(grid) > 1 else ""
+        turn = progress and partial(_turn, progress, f"batch {batch}, {length:,} tokens{number}")
+        if turn:
+            turn(0, 1)
         if options.wait_idle and device.type == "cpu":
             wait_idle(options.wait_idle)
         neighbours = Neighbours()
@@ -119,6 +121,7 @@ def bench(
                 seconds=options.seconds,
                 warm_up_seconds=warm_up_seconds,
                 until=end,
+                progress=turn,
             )
             read_prompts(list(runners.values()), device)
             # Not during the race: recording the choices takes time.
@@ -144,8 +147,10 @@ def bench(
             variant.share_of_ceiling, variant.verdict = row.share(variant), row.verdict(variant)
         pace = (time.monotonic() - row_begun) / (batch * length)
         yield row
-    if progress:
-        progress(len(grid), len(grid), "")
+
+
+def _turn(progress: Callable[[int, int, str], None], what: str, done: int, total: int) -> None:
+    progress(done, total, what)
 
 
 def crossover(speed: Sequence[Speed]) -> list[Crossover]:

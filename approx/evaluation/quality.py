@@ -93,7 +93,7 @@ def compare(
             metric,
             metric.evidence(values, labels),
             # The McNemar test applies only if the score is the share of correct, independent examples.
-            task.correct(values, labels) if metric.key == "accuracy" and groups is None else None,
+            task.correct(values, labels) if groups is None else None,
         )
         for name, values in predictions.items()
     }

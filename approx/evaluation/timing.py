@@ -428,6 +428,7 @@ def race(
     block_ms: float = BLOCK_MS,
     memory: bool = True,
     until: float = math.inf,
+    progress: Callable[[int, int], None] | None = None,
 ) -> None:
     """Warm up every runner, measure its memory, then time all of them in rounds.
 
@@ -442,7 +443,17 @@ def race(
         block_ms: Minimum duration of a repetition.
         memory: Whether to measure memory, which takes one more call.
         until: When `time.monotonic` is past this, no further round begins, except for the first three.
+        progress: Called after each warm-up and each turn with their number and how many there will be.
     """
+    order = _order(runners)
+    made, expected = 0, rounds
+
+    def step() -> None:
+        nonlocal made
+        made += 1
+        if progress:
+            progress(made, max(made, len(runners) + expected * len(order)))
+
     for runner in runners:
         if runner.status != OK:
             continue
@@ -454,16 +465,18 @@ def race(
             runner.repeats = 1 if runner.begin else repeats_for(ms, block_ms)
             if memory:
                 runner.peak_mb = runner.attempt(lambda call=call: peak_mb(call, device))
+        step()
 
-    order = _order(runners)
     gc.collect()
     gc.disable()
     try:
         begun, done = time.perf_counter(), 0
         while any(runner.status == OK for runner in runners):
-            _round(order[done % len(order) :] + order[: done % len(order)], device)
+            _round(order[done % len(order) :] + order[: done % len(order)], device, step)
             done += 1
-            enough = done >= rounds and time.perf_counter() - begun >= seconds
+            spent = time.perf_counter() - begun
+            expected = max(rounds, math.ceil(seconds * done / spent))
+            enough = done >= rounds and spent >= seconds
             late = done >= _FEWEST_ROUNDS and time.monotonic() > until
             if late or (enough and (done >= 2 * rounds or _believable(runners) >= rounds)):
                 break
@@ -480,13 +493,14 @@ def _order(runners: Sequence[Runner]) -> list[Runner]:
     return once
 
 
-def _round(order: list[Runner], device: torch.device) -> None:
+def _round(order: list[Runner], device: torch.device, step: Callable[[], None]) -> None:
     seen: dict[Runner, list[Sample]] = {runner: [] for runner in order}
     for runner in order:
         if runner.status == OK:
             sample = runner.attempt(lambda runner=runner: timed(runner.prepared(), runner.repeats, device))
             if sample:
                 seen[runner].append(sample)
+        step()
     for runner, samples in seen.items():
         if runner.status == OK:
             runner.rounds.append(samples)

@@ -35,8 +35,9 @@ class Accuracy(TaskMetric):
 
     @staticmethod
     def chance(labels: Sequence[Any]) -> float | None:
-        """The share of the most common class."""
-        return max(Counter(labels).values()) / len(labels)
+        """The share of the most common class; None if no two examples share one, as where answers are written freely."""
+        most = max(Counter(labels).values())
+        return most / len(labels) if most > 1 else None
 
     @staticmethod
     def total(evidence: NDArray[np.float64]) -> float:

@@ -358,8 +358,8 @@ class Task(ABC):
                 yield start, end, [predictions[row] for row in rows], [labels[row] for row in rows]
 
     def correct(self, predictions: Sequence[Any], labels: Sequence[Any]) -> list[bool] | None:
-        """Whether each prediction is correct; None if predictions are not simply correct or wrong."""
-        if not self.labels:
+        """Whether each prediction is correct; None if the score is not the share of correct ones."""
+        if self.metrics[0] != "accuracy":
             return None
         return [prediction == label for prediction, label in zip(predictions, labels, strict=True)]
 

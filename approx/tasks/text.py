@@ -204,9 +204,6 @@ class Text(Task):
         loss, count = (sum(column) for column in zip(*places.values(), strict=True)) if places else (0.0, 0)
         return {"loss": loss, "count": int(count), "places": places}
 
-    def correct(self, predictions: Sequence[Any], labels: Sequence[Any]) -> None:
-        """Return None: predictions are not correct or wrong."""
-
 
 @functools.lru_cache(maxsize=2)
 def tokenised(processor: Any, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

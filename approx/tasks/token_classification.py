@@ -164,9 +164,6 @@ class TokenClassification(Classification):
             )
         return predictions
 
-    def correct(self, predictions: Sequence[Any], labels: Sequence[Any]) -> None:
-        """Return None: words, not texts, are correct or wrong."""
-
 
 def _sentences(path: Path, tally: Tally, encoding: str | None) -> Iterator[Row]:
     """The texts of a file of columns; columns end at tabs, or in a line without any at blanks."""

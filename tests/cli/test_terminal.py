@@ -50,6 +50,19 @@ def test_a_log_shows_signs_of_life_and_the_time_left():
     assert any(one.startswith("evaluate needle: 100 of 400, about ") and one.endswith(" s left") for one in notes)
 
 
+def test_the_time_left_only_falls_while_a_step_runs(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("approx.cli.terminal.time.monotonic", lambda: now[0])
+    lines = _Lines(lambda text: None, silence=30)
+    lines("bench 8,000 tokens", 0, 10)
+    now[0] = 50.0
+    lines("bench 8,000 tokens", 1, 10)
+    said = []
+    for now[0] in (60.0, 90.0, 140.0, 200.0):
+        said.append(lines._state().partition("of 10, ")[2])
+    assert said == ["about 7 min left", "about 7 min left", "about 6 min left", "this step for 2 min"]
+
+
 def test_a_stage_without_progress_has_no_estimate():
     notes, twice = [], threading.Event()
 

@@ -45,7 +45,15 @@ def test_a_bench_has_a_row_for_every_batch_and_length():
     ]
     results = run_bench(contenders, progress=lambda *where: seen.append(where))
     assert [(row.batch, row.length) for row in results] == [(1, 16), (1, 32), (2, 16), (2, 32)]
-    assert [done for done, _, _ in seen] == [0, 1, 2, 3, 4]
+    # Each row begins anew and ends with all of its turns: a warm-up and four rounds or more of each of the three.
+    rows = [[(done, total) for done, total, what in seen if what.endswith(f"({row} of 4)")] for row in (1, 2, 3, 4)]
+    assert sum(map(len, rows)) == len(seen)
+    for steps in rows:
+        assert [done for done, _ in steps] == list(range(len(steps)))
+        assert steps[0] == (0, 1)
+        assert all(done <= total for done, total in steps)
+        assert steps[1][1] == 3 + 4 * 4
+        assert steps[-1][0] >= 3 + 4 * 4
     for row in results:
         assert row.device == "cpu"
         assert row.dtype == "float32"

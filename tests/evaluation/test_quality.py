@@ -153,6 +153,16 @@ def test_a_rise_is_a_loss_where_lower_scores_are_better():
     assert entry.variants[0].verdict == "loss beyond margin"
 
 
+def test_answers_written_freely_are_correct_or_wrong_and_no_constant_is_right():
+    numbers = [f"{number:05d} at {number % 5 * 25} %" for number in range(20)]
+    wrong = [number if row % 5 else "the sky at 0 %" for row, number in enumerate(numbers)]
+    examples = [Example(f"passkey/{row}", {}, number) for row, number in enumerate(numbers)]
+    entry = compare(open_task("passkey"), examples, [9] * 20, {"exact": numbers, "half": wrong}, margin=0.01, seed=0)
+    assert (entry.chance, entry.variants[0].at_chance) == (None, False)
+    assert entry.variants[0].test == "exact McNemar"
+    assert entry.variants[0].p_value == pytest.approx(2 * 0.5**4)
+
+
 def test_models_that_are_no_better_than_a_constant_are_at_chance():
     labels = [0, 1] * 30
     examples = [Example(str(row), {}, label) for row, label in enumerate(labels)]

@@ -180,6 +180,7 @@ def convert(
     """Replace the attention of a checkpoint and write a verified folder that stock transformers can load."""
     from approx.cli.figures import checks_table
     from approx.conversion import convert as conversion
+    from approx.planning.anatomy import ranges
 
     chosen = options.read_plan(mechanism, set_, layers, heads, plan_file, exact_below, recompute)
     with terminal.progress() as bar:
@@ -199,7 +200,7 @@ def convert(
             trust_remote_code=trust_remote_code,
             progress=lambda step: bar(f"convert: {step}", next(done, _STEPS - 1), _STEPS),
         )
-    left = [f"Left exact: layers {', '.join(map(str, receipt.left))}"] if receipt.left else []
+    left = [f"Left exact: layers {ranges(receipt.left)}"] if receipt.left else []
     terminal.result(
         {"output": str(output), **receipt.model_dump()},
         _swapped(terminal, receipt),

@@ -1,4 +1,4 @@
-"""Tables of layers; without --verbose, identical adjacent layers share a line."""
+"""Tables of layers; without --verbose, identical layers without others between them share a line."""
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
@@ -27,6 +27,9 @@ def layer_table(
         group: The attribute of an entry that names its heads.
         kind: Attributes in which layers of one model may differ, besides their attention.
     """
+    # Imported here, since it imports PyTorch.
+    from approx.planning.anatomy import ranges
+
     layers = [list(same) for _, same in groupby(parts, key=lambda part: part.layer)]
 
     def alike(layer: list[Any]) -> Any:
@@ -41,7 +44,7 @@ def layer_table(
     columns = ["layers", "mechanism", "settings", *more, *(["module"] if verbose else [])]
     rows = [
         [
-            _span([part.layer for part in line]),
+            ranges(part.layer for part in line),
             (line[0].mechanism or "exact")
             + ("" if (heads := getattr(line[0], group)) == "all" else f" (heads {heads})"),
             settings_text(line[0].settings),
@@ -56,7 +59,3 @@ def layer_table(
 def settings_text(settings: dict[str, Any]) -> str:
     """Settings as typed on the command line; the mechanism chooses those that are `auto` for each input."""
     return ", ".join(f"{name}={'auto' if value is None else value}" for name, value in sorted(settings.items()))
-
-
-def _span(layers: list[int]) -> str:
-    return str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"

@@ -83,6 +83,12 @@ def test_names_all_mistakes_of_a_plan_at_once(gpt2, tmp_path):
     assert ["1.recompute: true or false is needed" in lines[0], "2.heads: 'all', a number" in lines[1]] == [True, True]
 
 
+def test_layers_on_both_sides_of_an_exact_one_are_no_range(gpt2):
+    lines = call("convert", gpt2, "-m", "local", "--layers", "0,2", "-o", "two").out.splitlines()
+    assert [line.split()[:2] for line in lines if " local " in line] == [["0,2", "local"]]
+    assert "Left exact: layers 1" in lines
+
+
 def test_rules_may_overlap_and_the_last_one_wins(gpt2):
     answer = call("plan", gpt2, "-m", "local", "--heads", "0-1", "--layers", "1", "-o", "p.yaml", "--json")
     heads = {part["layer"]: part["heads"] for part in answer.json["layers"]}

@@ -304,6 +304,7 @@ def test_refuses_a_quantised_checkpoint(tmp_path):
     assert not (tmp_path / "program").exists()
 
 
+@pytest.mark.slow
 def test_int8_leaves_the_maps_of_heads_as_they_are(tmp_path):
     """ONNX Runtime opens a program whose maps, which have three dimensions, are rounded, but cannot run it."""
     tiny("BertForSequenceClassification").save_pretrained(tmp_path / "base")

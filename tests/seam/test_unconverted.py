@@ -107,6 +107,7 @@ def test_alternating_layers_have_to_know_their_number():
         attention_function("block")(torch.nn.Identity(), q, q, q)
 
 
+@pytest.mark.slow
 def test_a_package_runs_without_approx(tmp_path):
     mechanisms = write_kernel(tmp_path, "approx-attention")
     assert {"clustered", "lsh", "local"} <= {*mechanisms}

@@ -443,16 +443,18 @@ def race(
         block_ms: Minimum duration of a repetition.
         memory: Whether to measure memory, which takes one more call.
         until: When `time.monotonic` is past this, no further round begins, except for the first three.
-        progress: Called after each warm-up and each turn with their number and how many there will be.
+        progress: Called first, and after each warm-up and each turn, with their number and how many there will be.
     """
     order = _order(runners)
-    made, expected = 0, rounds
+    made, expected = -1, rounds
 
     def step() -> None:
         nonlocal made
         made += 1
         if progress:
             progress(made, max(made, len(runners) + expected * len(order)))
+
+    step()
 
     for runner in runners:
         if runner.status != OK:

@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 from approx.mechanisms import BUILT_IN, MECHANISMS
 from approx.seam.dispatch import FORMAT
-from approx.seam.internals import auto_classes
+from approx.seam.internals import INSTALL, auto_classes
 from approx.version import __version__
 from approx_kernels.cpu import sources as c_sources
 
@@ -265,11 +265,11 @@ def _note(packages: Mapping[str, str]) -> str:
 def _refusal(packages: Mapping[str, str]) -> str:
     """A statement that says what a folder needs, where it is loaded without the installed package."""
     names = ", ".join(f"'{name}' of the package {package}" for name, package in packages.items())
-    ours = f"'approx-attention>={__version__},<{int(__version__.split('.')[0]) + 1}'"
-    needed = " ".join([ours, *dict.fromkeys(packages.values())])
+    ours = f"approx-attention>={__version__},<{int(__version__.split('.')[0]) + 1}"
+    needed = " ".join(dict.fromkeys(packages.values()))
     message = (
         f"This checkpoint attends by code that is not in its folder: {names}. Install what it needs, if you trust it: "
-        f"pip install {needed}"
+        f"pip install {needed}; and {ours}. {INSTALL}"
     )
     return f"raise ImportError({message!r})\n"
 

@@ -33,6 +33,7 @@ from approx.paths import inside, refuse_leaving
 from approx.planning import positions
 from approx.planning.positions import example_inputs
 from approx.seam.internals import backbone_of
+from approx.version import install
 
 _PATTERNS = ["*.json", "*.txt", "*.model", "*.safetensors", "*.py", "*.md", "*.jinja"]
 # Licences have all kinds of names.
@@ -546,8 +547,8 @@ def refuse_unmergeable(adapter: Adapter, *, allow_pickle: bool) -> None:
         import peft
     except ImportError as error:
         raise ApproxError(
-            f"Merging the adapter in {adapter.folder} needs the package peft ({error}). Install it: pip install "
-            "'approx-attention[train]'.",
+            f"Merging the adapter in {adapter.folder} needs the package peft ({error}). Install it: "
+            f"{install('train')}.",
             Exit.MISSING,
         ) from None
     if len(adapter.files) < 2:

@@ -18,6 +18,7 @@ from approx.checkpoints.checkpoint import EXPORTED, Checkpoint, Source, locate, 
 from approx.checkpoints.manifest import sha256
 from approx.errors import ApproxError, Exit
 from approx.planning import positions
+from approx.version import install
 
 FILES = {"torch-export": "model.pt2", "onnx": "model.onnx", "openvino": "model.xml"}
 """Format -> file of the program."""
@@ -56,8 +57,7 @@ def refuse_missing(*packages: str, what: str, extra: str) -> None:
             missing.append(package)
     if missing:
         raise ApproxError(
-            f"{what} needs {' and '.join(missing)}, which cannot be imported. Install: pip install "
-            f"'approx-attention[{extra}]'.",
+            f"{what} needs {' and '.join(missing)}, which cannot be imported. Install: {install(extra)}.",
             Exit.MISSING,
         )
 

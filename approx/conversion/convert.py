@@ -63,6 +63,7 @@ from approx.paths import inside, is_inside, refuse_leaving
 from approx.planning import positions
 from approx.planning.anatomy import anatomy
 from approx.planning.plan import Plan, described
+from approx.seam.internals import INSTALL
 from approx.version import __version__
 
 # How the list of modules names the folder of the transformer itself.
@@ -352,8 +353,7 @@ CARD = "README.md"
 # Description of the code of a folder in plain PyTorch, and of one with kernels.
 _RUNS = {
     False: "That code is plain PyTorch; where the package `approx-attention` is installed, its faster C and Triton run "
-    "in its place. No package index has it: install it from its repository, in a clone of which `pip install .` does "
-    "it.",
+    f"in its place. {INSTALL}",
     True: "That code includes C and Triton kernels, which are compiled if there is a compiler or a GPU.",
 }
 # Fields of the base's model card that the converted model inherits.

@@ -14,6 +14,7 @@ from packaging.specifiers import SpecifierSet
 
 from approx.doctor.probing import status_lines
 from approx.tasks.hub import reachable
+from approx.version import install
 from approx_kernels.cpu.compile import compiler_obstacle, find_compiler
 from approx_kernels.dispatch.findings import instructions
 from approx_kernels.gpu.language import HOPPER, assembler, assembler_obstacle
@@ -75,7 +76,7 @@ def _gpu() -> Finding:
 
 def _triton() -> Finding:
     if importlib.util.find_spec("triton") is None:
-        return Finding("triton", "missing", "not installed: pip install 'approx-attention[triton]' (Linux with a GPU)")
+        return Finding("triton", "missing", f"not installed: {install('triton')} (Linux with a GPU)")
     version = importlib.metadata.version("triton")
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else HOPPER
     if (used := assembler(capability)) is None:

@@ -30,6 +30,7 @@ from approx.evaluation.record import Quality, Rows, Tokens, write_outputs
 from approx.evaluation.timing import OK, Runner, is_out_of_memory, repeats_for, timed
 from approx.tasks.metrics import METRICS
 from approx.tasks.task import Encoding, Task
+from approx.version import install
 from approx_kernels.runtime.cache_folder import cache_folder
 
 __all__ = ["Subject", "evaluate", "predict", "prepare"]
@@ -79,7 +80,7 @@ def _state() -> Any:
     except ImportError as error:
         raise ApproxError(
             f"{os.environ['WORLD_SIZE']} processes need the package accelerate, which is not installed ({error}). "
-            "Install it (pip install 'approx-attention[train]'), or start one process.",
+            f"Install it ({install('train')}), or start one process.",
             Exit.MISSING,
         ) from None
     if not torch.distributed.is_initialized():

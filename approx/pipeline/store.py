@@ -32,6 +32,7 @@ from approx.errors import ApproxError, Exit
 from approx.evaluation.evaluate import fingerprint
 from approx.measuring.measure import code, companions_sha256
 from approx.progress import Progress, silent
+from approx.version import install
 from approx_kernels.runtime.atomic_file import write_whole
 
 T = TypeVar("T")
@@ -77,7 +78,7 @@ def choose(name: str, *, jobs: int | None, options: dict[str, Any], folder: Path
         return Local(jobs or 1)
     if find_spec("submitit") is None:
         raise ApproxError(
-            "The executor 'submitit' needs the package submitit, which is not installed: pip install submitit.",
+            f"The executor 'submitit' needs the package submitit, which is not installed: {install('sweep')}.",
             Exit.MISSING,
         )
     return Submitit(jobs, options, folder)

@@ -137,7 +137,8 @@ def _documented_name(auto: str, family: str) -> str | None:
 
 
 _LOG = logging.getLogger(__name__)
-_PLAIN = "This converted model runs its plain PyTorch code, which is slower than the C and Triton of the package"
+_PLAIN = "This converted model runs its plain PyTorch code, which is slower than the C and Triton of the package approx-attention"
+INSTALL = "No package index has it: install it from its repository, in a clone of which `pip install .` does it."
 
 
 def installed_model(layout: int, version: str, *, required: bool = False) -> Any:
@@ -162,7 +163,7 @@ def installed_model(layout: int, version: str, *, required: bool = False) -> Any
         if required:
             return None
         why = "" if isinstance(error, ModuleNotFoundError) else f", which could not be imported ({error})"
-        _LOG.warning("%s%s. To get the speed: pip install approx-attention", _PLAIN, why)
+        _LOG.warning("%s%s. %s", _PLAIN, why, INSTALL)
         return None
     written, here = _numbers(version), _numbers(installed)
     if understood == layout and written <= here < (written[0] + 1,):
@@ -170,12 +171,8 @@ def installed_model(layout: int, version: str, *, required: bool = False) -> Any
         return model
     if required:
         return None
-    wanted = f"format {layout} and at least {version}, below {written[0] + 1}.0"
-    _LOG.warning(
-        "%s: approx-attention %s with format %s is installed, and this folder needs %s. To get the speed: pip install "
-        "'approx-attention>=%s,<%s'",
-        *(_PLAIN, installed, understood, wanted, version, written[0] + 1),
-    )
+    wanted = f"format {layout} and at least {version}, below {written[0] + 1}.0. {INSTALL}"
+    _LOG.warning("%s: %s with format %s is installed, and this folder needs %s", _PLAIN, installed, understood, wanted)
     return None
 
 

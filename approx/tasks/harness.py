@@ -19,6 +19,7 @@ from approx.tasks.language import check_causal
 from approx.tasks.padding import padded
 from approx.tasks.settings import whole_setting
 from approx.tasks.task import Encoding, Example, Groups, Split, Task
+from approx.version import install
 
 PREFIX, ANY = "lm-eval/", "NAME"
 # As in the harness's own evaluations, so that the examples in a prompt are the same.
@@ -35,7 +36,7 @@ class Harness(Task):
     """A task of the LM Evaluation Harness in which a causal model rates given continuations or generates its answer.
 
     Requests, filters of answers and scores are the harness's own; contexts that do not fit are truncated on the left. Answers are
-    generated greedily, whatever the task says about sampling. The package lm-eval is needed: pip install 'approx-attention[lm-eval]'.
+    generated greedily, whatever the task says about sampling. The package lm-eval is needed.
 
     Args:
         task: Name of a task of the harness; `NAME` stands for any.
@@ -71,8 +72,8 @@ class Harness(Task):
         self._definitions: str | None = None
         if task != ANY and importlib.util.find_spec("lm_eval") is None:
             raise ApproxError(
-                f"The task {self.name} needs the package lm-eval, which is not installed. Install it: pip install "
-                "'approx-attention[lm-eval]'.",
+                f"The task {self.name} needs the package lm-eval, which is not installed. Install it: "
+                f"{install('lm-eval')}.",
                 Exit.MISSING,
             )
 

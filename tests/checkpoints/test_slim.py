@@ -20,7 +20,7 @@ from approx.conversion import convert, surgery, verify
 from approx.mechanisms import MECHANISMS
 from approx.planning.plan import Plan, Rule
 from approx.planning.positions import example_inputs
-from approx.seam.internals import installed_model
+from approx.seam.internals import INSTALL, installed_model
 from approx.seam.model import ApproxModel
 from approx_kernels.dispatch.implementation import implementation
 from approx_kernels.ops.clustering.api import cluster_queries
@@ -169,7 +169,7 @@ def test_every_mechanism_works_where_approx_cannot_be_imported(tmp_path):
     child = run("-P", reader, tmp_path, HF_MODULES_CACHE=tmp_path / "cache")
     assert child.returncode == 0, child.stderr[-2000:]
     # The copied folder has the same code, so the warning is not repeated.
-    assert child.stderr.count("pip install approx-attention") == len(HEADS)
+    assert child.stderr.count(INSTALL) == len(HEADS)
     reloaded = load_file(tmp_path / "results.safetensors")
     for architecture, (model, inputs) in expected.items():
         with implementation("plain"):
@@ -243,7 +243,7 @@ def test_the_installed_package_runs_where_it_is_compatible(caplog):
 def test_ignores_an_incompatible_package_and_logs_why(layout, version, caplog):
     assert installed_model(layout, version) is None
     assert f"this folder needs format {layout} and at least {version}" in caplog.text
-    assert "pip install 'approx-attention>=" in caplog.text
+    assert INSTALL in caplog.text
 
 
 _WITH_PACKAGE = """

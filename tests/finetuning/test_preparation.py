@@ -402,7 +402,7 @@ def test_a_value_suffices_on_its_own_side_of_the_budget(lower, enough, value, su
 def test_names_missing_packages_before_it_reads_data(data, monkeypatch):
     monkeypatch.setattr("approx.finetuning.finetune.find_spec", lambda name: None)
     with pytest.raises(
-        ApproxError, match=r"Training needs the package accelerate. Install it: pip install 'approx-attention\[train\]'"
+        ApproxError, match=r"Training needs the package accelerate. Install it: pip install 'accelerate>="
     ) as caught:
         prepared("nowhere", recover=["task"])
     assert caught.value.exit_code == Exit.MISSING

@@ -93,7 +93,7 @@ def test_rejects_unknown_executors_and_options(tmp_path, monkeypatch):
     assert "local takes --jobs only" in refused("local", slurm_partition="cpu")[1]
     monkeypatch.setattr("approx.pipeline.store.find_spec", lambda name: None)
     code, text = refused("submitit")
-    assert (code, "pip install submitit" in text) == (Exit.MISSING, True)
+    assert (code, "pip install 'submitit>=" in text) == (Exit.MISSING, True)
 
 
 def test_submitit_without_slurm_or_with_a_mistyped_option_is_refused(tmp_path, monkeypatch):

@@ -25,7 +25,7 @@ C = kernels/approx_kernels/cpu/c
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 NO_GPU := $(shell [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null 2>&1 && echo yes)
 
-.PHONY: help demo test test-all test-lowest lint audit bench clean mutants sanitize fuzz kills
+.PHONY: help demo test test-all test-lowest lint site audit bench clean mutants sanitize fuzz kills
 .DEFAULT_GOAL := help
 
 help:  ## This list
@@ -55,6 +55,9 @@ endif
 ifneq ($(shell command -v clang-tidy),)
 	for file in $$(find $(C) -name '*.c'); do clang-tidy --quiet $$file -- -I $(C) -std=gnu11 -march=x86-64-v4 || exit 1; done
 endif
+
+site: $(VENV)/.site  ## The documentation as a site, with an API reference: build/site/index.html
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build
 
 # Without --strict, pip-audit succeeds where it reaches no database.
 audit:  ## Known vulnerabilities of the oldest versions that pyproject.toml allows, by pip-audit; needs its database
@@ -106,6 +109,10 @@ $(VENV)/lowest.txt: pyproject.toml $(VENV)/.python
 $(VENV)/.demo: pyproject.toml $(VENV)/.python $(CONSTRAINTS)
 	$(PIP) install --no-compile $(addprefix -c ,$(CONSTRAINTS)) -e .
 	@touch $@
+
+$(VENV)/.site: pyproject.toml $(VENV)/.python
+	$(PIP) install --no-compile -e '.[site]'
+	@touch $@ $(VENV)/.demo
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.python $(CONSTRAINTS)
 	$(PIP) install --no-compile $(addprefix -c ,$(CONSTRAINTS)) -e '.[dev]'

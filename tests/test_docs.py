@@ -1,8 +1,11 @@
 """README.md and docs/: commands run or at least parse, links work, Python compiles, YAML is valid."""
 
+import json
+import os
 import re
 import shlex
 import subprocess
+import sys
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +14,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+import approx
 from approx import recipe as recipes
 from approx.cli import app
 from approx.cli.command import EXIT_CODES
@@ -18,11 +22,14 @@ from approx.errors import Exit
 from approx.mechanisms import MECHANISMS
 from approx.planning.plan import Plan
 from approx.tasks import known
+from docs import site
 from test_house import MAY_IMPORT
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples" / "README.md"]
-LINKED = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "reports" / "README.md"]
+# All that the pages of docs/ lead to.
+LINKED = [path for path in site.linked() if path.suffix == ".md" and site.QUOTED not in path.as_posix()]
+NOTEBOOK = ROOT / "examples" / "first-steps.ipynb"
 # Marks a block whose commands need the reader's own models, data or hardware.
 EXAMPLE = "<!-- example:"
 
@@ -66,6 +73,13 @@ def run(*words: str) -> tuple[int, str]:
 
 def mistake(words: list[str]) -> str | None:
     """The mistake in a command, as far as it shows without running it, or None."""
+    if words[:2] == ["docker", "build"]:
+        there = re.findall(r"^ARG (\w+)", (ROOT / "Dockerfile").read_text("utf-8"), re.MULTILINE)
+        named = [one.partition("=")[0] for before, one in pairwise(words) if before == "--build-arg"]
+        return next((f"{name} is no argument of the Dockerfile" for name in named if name not in there), None)
+    if words[:2] == ["docker", "run"]:
+        image = next(place for place, word in enumerate(words) if word.startswith("approx"))
+        return mistake(["approx", *words[image + 1 :]])
     if "approx" in words:
         ours = words[words.index("approx") + 1 :]
         # Unknown options are rejected even with --help.
@@ -142,6 +156,58 @@ def test_a_dead_link_is_found():
     assert dead_links(ROOT / "README.md", text) == ["docs/nothing.md", "#no-heading"]
 
 
+def test_the_site_has_every_page_and_what_they_link_to():
+    assert {page.relative_to(ROOT).as_posix() for page in PAGES} <= {
+        page.relative_to(ROOT).as_posix() for page in LINKED
+    }
+    for name in ("CHANGELOG.md", "SECURITY.md", "reports/README.md", "reports/quickstart/report.md"):
+        assert ROOT / name in LINKED
+    assert ROOT / "docs" / "images" / "look.png" in site.linked()
+
+
+@pytest.mark.slow
+def test_the_site_builds_and_loads_nothing_from_elsewhere(tmp_path):
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "-f", str(ROOT / "mkdocs.yml"), "-d", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    reference = (tmp_path / "site" / "docs" / "reference.html").read_text("utf-8")
+    assert [name for name in approx.__all__ if name != "__version__" and f'id="approx.{name}"' not in reference] == []
+    assert (tmp_path / "site" / "reports" / "quickstart" / "report.html").is_file()
+    for page in (tmp_path / "site").rglob("*.html"):
+        assert not re.search(r"<(script|link|img|iframe)[^>]+(src|href)=.?https?:", page.read_text("utf-8")), page
+
+
+def cells() -> list[tuple[str, str]]:
+    """Kind and text of each cell of the notebook."""
+    notebook = json.loads(NOTEBOOK.read_text("utf-8"))
+    assert [cell for cell in notebook["cells"] if cell.get("outputs")] == [], "outputs are stripped"
+    return [(cell["cell_type"], "".join(cell["source"])) for cell in notebook["cells"]]
+
+
+def test_the_notebook_names_what_exists():
+    assert dead_links(NOTEBOOK, "\n".join(text for kind, text in cells() if kind == "markdown")) == []
+    lines = [line for kind, text in cells() if kind == "code" for line in text.splitlines()]
+    assert [mistake(shlex.split(line[1:])) for line in lines if line.startswith("!")] == [None]
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path):
+    code = "\n".join(text for kind, text in cells() if kind == "code")
+    # As IPython, whose commands run in a shell; here its word `approx` is this checkout.
+    code = re.sub(r"^!approx (.*)$", lambda found: f"run({shlex.split(found[1])})", code, flags=re.MULTILINE)
+    start = "import subprocess, sys\n\n\ndef run(words):\n"
+    start += f"    subprocess.run([sys.executable, {str(ROOT / 'cli.py')!r}, *words], check=True)\n\n\n"
+    (tmp_path / "first_steps.py").write_text(start + code)
+    path = {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))}
+    command = [sys.executable, "first_steps.py"]
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, **path}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (tmp_path / "first-steps" / "report" / "index.html").is_file()
+    assert (tmp_path / "first-steps" / "look" / "index.html").is_file()
+    assert "improved-clustered" in done.stdout
+
+
 def test_the_index_names_every_page():
     index = (ROOT / "docs" / "README.md").read_text("utf-8")
     assert [page.name for page in PAGES[1:] if page.name != "README.md" and f"({page.name})" not in index] == []
@@ -163,6 +229,8 @@ def test_commands_and_options_exist():
         "torchrun --nproc-per-node 4 --no-python approx evaluate model --task no-such-task",
         "python bench/nothing.py",
         "make nothing",
+        "docker build --build-arg NOTHING=1 .",
+        "docker run --rm approx-cuda no-such-command",
         "rm -r runs",
     ],
 )

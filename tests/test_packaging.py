@@ -2,18 +2,24 @@
 
 import ast
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
 import tarfile
 import tomllib
 import zipfile
-from importlib.metadata import packages_distributions
+from importlib.metadata import PackageNotFoundError, packages_distributions
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+
+from approx.version import __version__, install
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
@@ -78,7 +84,7 @@ def imported(*folders: str) -> set[str]:
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 names.add(node.module.split(".")[0])
     here = {path.stem for folder in ("tests", "tools", "tools/mutants", "bench") for path in (ROOT / folder).iterdir()}
-    local = {"approx", "approx_kernels", "bench", "cli", "examples", "reports", "tests"} | here
+    local = {"approx", "approx_kernels", "bench", "cli", "docs", "examples", "reports", "tests"} | here
     return names - local - set(sys.stdlib_module_names)
 
 
@@ -209,6 +215,60 @@ print(*(name for name in {NOT_SHIPPED} if importlib.util.find_spec(name)))
     ours, strangers = run("-S", "-c", code, cwd=tmp_path / "empty").splitlines()
     assert ours.split() == [str(source / home / "__init__.py") for home in ("approx", "kernels/approx_kernels")]
     assert strangers == ""
+
+
+@pytest.mark.slow
+def test_the_image_holds_what_the_package_is_made_from(tmp_path):
+    """What the Dockerfile copies is installed as its `pip install` does, but for the dependencies."""
+    steps = (ROOT / "Dockerfile").read_text("utf-8")
+    for words in re.findall(r"^COPY (.+) (\S+)$", steps, re.MULTILINE):
+        for name in words[0].split():
+            source, target = ROOT / name, tmp_path / "approx" / words[1]
+            target.mkdir(parents=True, exist_ok=True) if words[1] == "./" else target.parent.mkdir(exist_ok=True)
+            copy = shutil.copytree if source.is_dir() else shutil.copy
+            copy(source, target)
+    options = ["--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--target", tmp_path / "site"]
+    run("-m", "pip", "install", *options, tmp_path / "approx", cwd=tmp_path)
+    there = {
+        path.relative_to(tmp_path / "site").as_posix() for path in (tmp_path / "site").rglob("*") if path.is_file()
+    }
+    assert shipped_files() <= there
+
+
+def test_the_image_names_what_the_project_has():
+    steps = (ROOT / "Dockerfile").read_text("utf-8")
+    arguments = dict(re.findall(r'^ARG (\w+)="?([^"\n]+)"?$', steps, re.MULTILINE))
+    shown = (ROOT / "docs" / "install.md").read_text("utf-8")
+    assert SpecifierSet(PROJECT["project"]["requires-python"]).contains(f"{arguments['PYTHON']}.0")
+    extras = [arguments["EXTRAS"], *re.findall(r"--build-arg EXTRAS=(\S+)", shown)]
+    assert {extra for named in extras for extra in named.split(",")} <= set(PROJECT["project"]["optional-dependencies"])
+    torch = Requirement(next(line for line in PROJECT["project"]["dependencies"] if line.startswith("torch>")))
+    for pinned in [arguments["TORCH"].split()[0], *re.findall(r"--build-arg TORCH=(\S+)", shown)]:
+        assert torch.specifier.contains(pinned.removeprefix("torch=="))
+        # It is the build that everything is tested with.
+        assert pinned in (ROOT / ".ci" / "run").read_text("utf-8")
+    assert re.search(r'^ENTRYPOINT \["(.+)"\]$', steps, re.MULTILINE)[1] in PROJECT["project"]["scripts"]
+    assert steps.index("USER approx") > steps.rindex("RUN ")
+
+
+def test_the_citation_is_of_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
+    about = PROJECT["project"]
+    assert (citation["version"], citation["license"]) == (__version__, about["license"])
+    assert [one["name"] for one in citation["authors"]] == [one["name"] for one in about["authors"]]
+    assert citation["keywords"] == about["keywords"]
+
+
+@pytest.mark.parametrize("extra", ["lm-eval", "onnx", "openvino", "sweep", "train"])
+def test_an_extra_is_installed_by_naming_its_packages(extra, monkeypatch):
+    packages = PROJECT["project"]["optional-dependencies"][extra]
+    assert {Requirement(word) for word in shlex.split(install(extra))[2:]} == set(map(Requirement, packages))
+
+    def missing(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.requires", missing)
+    assert install(extra) == f"pip install '.[{extra}]' in the repository of approx"
 
 
 @pytest.mark.parametrize("without", ["torch", "transformers", "matplotlib", "datasets", "scipy"])

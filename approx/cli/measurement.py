@@ -10,6 +10,7 @@ from approx.cli.command import command, typed_command
 from approx.cli.stages import Stage
 from approx.cli.terminal import Terminal
 from approx.errors import ApproxError, Exit
+from approx.evaluation import tracking
 
 if TYPE_CHECKING:
     from approx.evaluation.options import BenchStage, EvaluateStage
@@ -44,6 +45,7 @@ def add_to(app: typer.Typer) -> None:
         "record.json",
         "approx evaluate longer --against base --task documents --data texts.jsonl --extend-base",
         "approx evaluate linear-int8 --against exact-onnx --task glue/sst2",
+        "approx evaluate converted --task needle --report-to tensorboard",
         "torchrun --nproc-per-node 4 --no-python approx evaluate converted --task squad --data squad",
         stage=_EVALUATE,
     )(evaluate)
@@ -99,6 +101,7 @@ def evaluate(
     merge_adapter: options.MergeAdapter = False,
     runtime: options.Runtime = None,
     beside: options.Beside = None,
+    report_to: options.ReportTo = None,
 ) -> None:
     """Score a checkpoint on a task and compare it with its base on the same examples."""
     from approx import api
@@ -110,6 +113,7 @@ def evaluate(
 
     if allow_untested and not fail_over:
         raise ApproxError("--allow-untested has an effect only with --fail-over. Give both or neither.")
+    tracking.refuse_missing(report_to)
     options.check_output(output, force)
     outputs = None if output is None else output.with_suffix(".parquet")
     if output is not None and output == outputs:
@@ -144,6 +148,8 @@ def evaluate(
     if output is not None:
         terminal.note(f"Record written to {output}, the outputs of each example to {outputs}")
     terminal.result(made.to_data(), *recommendation(made), *map(quality_table, made.quality))
+    if report_to is not None:
+        terminal.note(tracking.report(made.title, [made], report_to))
     if fail_over:
         _check_losses(made.quality[0], allow_untested)
 

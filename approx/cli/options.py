@@ -10,6 +10,7 @@ import yaml
 from approx import yaml_text
 from approx.cli import names
 from approx.errors import ApproxError, Exit
+from approx.evaluation.tracking import Tracker
 
 if TYPE_CHECKING:
     from approx.planning.plan import Plan
@@ -191,6 +192,14 @@ Dtype = Annotated[
     typer.Option(help="auto (the checkpoint's own), float32, bfloat16 or float16.", rich_help_panel=_MACHINE),
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of all random choices.", rich_help_panel=_MACHINE)]
+
+ReportTo = Annotated[
+    Tracker | None,
+    typer.Option(
+        help="Also report to tensorboard (in $TENSORBOARD_LOGGING_DIR or runs/tensorboard), trackio or wandb: a run for each model.",
+        rich_help_panel=_MACHINE,
+    ),
+]
 
 
 def read_plan(

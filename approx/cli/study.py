@@ -15,6 +15,7 @@ from approx.cli.layers import settings_text
 from approx.cli.tables import table
 from approx.cli.terminal import Terminal
 from approx.errors import ApproxError
+from approx.evaluation import tracking
 
 if TYPE_CHECKING:
     from approx.pushing.push import NotPushed, Pushed
@@ -54,6 +55,7 @@ def add_to(app: typer.Typer) -> None:
         _PANEL,
         "approx run quickstart",
         "approx run study.yaml -o runs/study --resume",
+        "approx run study.yaml --report-to wandb",
         "approx run minilm-sst2 --checkpoint my-model --data GLUE/SST-2 --limit 200",
         "approx run heal-spans --checkpoint gpt2 --data lm=test.txt --data runs/gpt2/text.txt=train.txt --dry-run",
         interrupted="Interrupted. Finished stages are kept; run the same command with --resume to continue.",
@@ -100,6 +102,7 @@ def run(
         bool,
         typer.Option("--no-push", help="Send nothing: write the folders that the recipe pushes into push/ of the run."),
     ] = False,
+    report_to: options.ReportTo = None,
     offline: options.Offline = False,
 ) -> None:
     """Run a recipe: convert every variant, evaluate and time it, write record and report, push."""
@@ -108,6 +111,7 @@ def run(
     from approx.pipeline.run import run as run_recipe
     from approx.publishing.summary import recommendation
 
+    tracking.refuse_missing(report_to)
     path = recipes.find(recipe)
     read = recipes.replaced(recipes.read(path), checkpoint=checkpoint, data=data or (), limit=limit)
     if dry_run:
@@ -143,6 +147,8 @@ def run(
     files = [f"Record: {folder / 'record.json'}", f"Report: {folder / 'report' / 'index.html'}"]
     files += [outcome.summary for outcome in pushed]
     terminal.result(made.to_data(), *([read.notice] if read.notice else []), *recommendation(made), *tables, *files)
+    if report_to is not None:
+        terminal.note(tracking.report(made.title, [made], report_to))
     lines = [outcome.summary for outcome in pushed] if terminal.json_output else []
     for note in dict.fromkeys([*lines, *(note for outcome in pushed for note in outcome.notes)]):
         terminal.note(note)

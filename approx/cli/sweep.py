@@ -10,6 +10,7 @@ from approx.cli.command import command, typed_command
 from approx.cli.tables import table
 from approx.cli.terminal import Terminal
 from approx.errors import ApproxError, Exit
+from approx.evaluation import tracking
 
 
 def add_to(app: typer.Typer) -> None:
@@ -18,7 +19,7 @@ def add_to(app: typer.Typer) -> None:
         app,
         "Measure",
         "approx sweep needle-grid --dry-run",
-        "approx sweep grid.yaml --jobs 4 -o runs/grid",
+        "approx sweep grid.yaml --jobs 4 -o runs/grid --report-to trackio",
         "approx sweep grid.yaml --executor submitit --set-executor slurm_partition=cpu --set-executor cpus_per_task=8",
         interrupted="Interrupted. Finished cells are kept; run the same command to compute the missing ones.",
     )(sweep)
@@ -57,6 +58,7 @@ def sweep(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="List the cells and their states; compute nothing.")
     ] = False,
+    report_to: options.ReportTo = None,
     offline: options.Offline = False,
 ) -> None:
     """Compare the plans of a grid on its tasks, over several seeds; no cell is computed twice.
@@ -67,9 +69,11 @@ def sweep(
     """
     from approx import grid as grids
     from approx import recipe as recipes
+    from approx.evaluation import record
     from approx.pipeline import sweep as stage
     from approx.pipeline.store import Store, choose
 
+    tracking.refuse_missing(report_to)
     path = recipes.find(grid, "grid")
     read = grids.read(path)
     folder = output or Path("runs") / path.stem
@@ -98,6 +102,9 @@ def sweep(
         f"{made.computed} of {len({cell.key for cell in cells})} cells were computed; the others existed already.",
         *files,
     )
+    if report_to is not None:
+        records = [record.load(file) for file in sorted((folder / "records").glob("*.json"))]
+        terminal.note(tracking.report(read.title, records, report_to))
     if failed:
         count, codes = len(failed), [one.exit_code for one in failed]
         raise ApproxError(

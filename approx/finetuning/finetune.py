@@ -37,7 +37,7 @@ from approx.conversion import convert, surgery, verify
 from approx.conversion.calibration import calibrate, calibration_batch, calibration_length, exactly, mechanisms
 from approx.conversion.convert import refuse_foreign
 from approx.errors import ApproxError, Exit
-from approx.evaluation import evaluate
+from approx.evaluation import evaluate, tracking
 from approx.evaluation.evaluate import Subject, predict, prepare
 from approx.evaluation.quality import label_order
 from approx.evaluation.timing import available_bytes, peak_mb
@@ -64,7 +64,7 @@ from approx.tasks.classification import SEVERAL, kind_of_outputs
 from approx.tasks.metrics import METRICS
 from approx.tasks.text import Text
 from approx.validation import first_mistake
-from approx.version import __version__
+from approx.version import __version__, install
 from approx_kernels.dispatch import findings
 from approx_kernels.runtime.atomic_file import write_whole
 
@@ -179,9 +179,9 @@ def prepare_training(
         _check_keep_exact(model, options.keep_exact, taught=teacher is not None)
     elif teacher is not None and "distill" not in modes:
         raise ApproxError(_IDLE_TEACHER)
-    _refuse_missing("accelerate", "'approx-attention[train]'", "Training")
-    if options.report_to is not None:
-        _refuse_missing(options.report_to, options.report_to, f"Reporting to {options.report_to}")
+    if find_spec("accelerate") is None:
+        raise ApproxError(f"Training needs the package accelerate. Install it: {install('train')}.", Exit.MISSING)
+    tracking.refuse_missing(options.report_to)
     masked = type(model).__name__.endswith("ForMaskedLM")
     language = next((mode for mode in modes if mode in ("clm", "mlm")), "mlm" if masked else "clm")
     supervised = {"task", "clm", "mlm"} & set(modes) or ("distill" in modes and options.distill.labels > 0)
@@ -408,11 +408,6 @@ def refuse_sharding() -> None:
             f"torchrun --nproc-per-node {count} --no-python approx finetune …",
             Exit.UNSUPPORTED,
         )
-
-
-def _refuse_missing(package: str, install: str, what: str) -> None:
-    if find_spec(package) is None:
-        raise ApproxError(f"{what} needs the package {package}. Install it: pip install {install}.", Exit.MISSING)
 
 
 def _phase(

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from approx.errors import ApproxError
+from approx.evaluation.tracking import Tracker
 from approx.validation import Count, Duration, File, Model, checked, listed, seconds
 
 # Inputs per step, learning rate, and relative share of a time budget, by mode.
@@ -196,7 +197,7 @@ class FinetuneStage(Model):
     budget: Annotated[str | None, AfterValidator(checked(allowed_loss))] = None
     recompute: bool = False
     bfloat16: bool | None = None
-    report_to: Literal["tensorboard", "trackio", "wandb"] | None = None
+    report_to: Tracker | None = None
     seed: Annotated[int, Field(ge=0)] = 0
 
     @property

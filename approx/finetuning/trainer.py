@@ -33,6 +33,7 @@ from transformers import (
     TrainingArguments,
     get_scheduler,
 )
+from transformers.integrations import TensorBoardCallback
 from transformers.pytorch_utils import Conv1D
 
 from approx.checkpoints import families
@@ -40,6 +41,7 @@ from approx.checkpoints.history import trainings
 from approx.conversion import surgery
 from approx.conversion.calibration import all_open, evaluating, exactly, mechanisms
 from approx.errors import ApproxError, Exit
+from approx.evaluation import tracking
 from approx.finetuning.divergence import divergence_of_labels
 from approx.finetuning.options import Distillation, FinetuneStage, Lora
 from approx.planning import positions
@@ -51,6 +53,7 @@ from approx.tasks.classification import SEVERAL, kind_of_outputs
 from approx.tasks.padding import IGNORED, padded_labels
 from approx.tasks.task import Encoding, Example, Split, Task
 from approx.tasks.text import Text
+from approx.version import install
 from approx_kernels.ops.fastest.api import fastest_attention
 from approx_kernels.runtime.atomic_file import write_whole
 
@@ -160,7 +163,7 @@ def add_adapters(model: Any, options: Lora, inputs: dict[str, Tensor], seed: int
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise ApproxError(
-            f"The mode 'lora' needs the package peft ({error}). Install it: pip install 'approx-attention[train]'.",
+            f"The mode 'lora' needs the package peft ({error}). Install it: {install('train')}.",
             Exit.MISSING,
         ) from None
     known = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, _PROJECTIONS)}
@@ -1478,6 +1481,12 @@ class _Trainer(Trainer):
             data_collator=self._collated,
             callbacks=[self.watch, *([EarlyStoppingCallback(phase.patience)] if phase.patience else [])],
         )
+        if phase.report_to == "tensorboard":
+            # By default its files are among the checkpoints, which do not stay.
+            self.remove_callback(TensorBoardCallback)
+            name = f"{folder.parent.name.removesuffix('.training')}-{folder.name}"
+            leads = self.is_world_process_zero()
+            self.add_callback(TensorBoardCallback(tracking.writer(tracking.event_folder(name)) if leads else None))
         self.remove_callback(PrinterCallback)
         # Losses are batch means over equally large batches, so the Trainer may average them (transformers#47688).
         self.model_accepts_loss_kwargs = False
@@ -1618,6 +1627,7 @@ def _arguments(model: Any, phase: Phase, measure: Measure, folder: Path) -> Trai
         disable_tqdm=True,
         # The other processes would otherwise be more talkative than the first.
         log_level_replica="passive",
+        project=tracking.PROJECT,
         # The name for no tracker.
         report_to=phase.report_to or "none",
         # The loss of transfer is no output of the model, so every parameter would be found unused.

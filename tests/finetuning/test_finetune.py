@@ -234,7 +234,7 @@ def test_the_shortest_input_that_is_approximated_is_named(sst2, tmp_path):
 
 
 def test_reporting_needs_its_package_before_any_work(sst2, tmp_path, monkeypatch):
-    monkeypatch.setattr("approx.finetuning.finetune.find_spec", lambda name: None if name == "trackio" else name)
+    monkeypatch.setattr("approx.evaluation.tracking.find_spec", lambda name: None)
     with pytest.raises(
         ApproxError, match=r"Reporting to trackio needs the package trackio.*pip install trackio"
     ) as caught:

@@ -116,9 +116,7 @@ def test_adds_adapters_to_the_named_targets():
 def test_adapters_need_their_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     model = tiny("BertForSequenceClassification")
-    with pytest.raises(
-        ApproxError, match=r"needs the package peft .*pip install 'accelerate>=\S+ 'peft>="
-    ) as caught:
+    with pytest.raises(ApproxError, match=r"needs the package peft .*pip install 'accelerate>=\S+ 'peft>=") as caught:
         add_adapters(model, Lora(), sample(model), seed=0)
     assert caught.value.exit_code == Exit.MISSING
 

@@ -7,6 +7,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+try:
+    import griffe
+except ImportError:
+    # Tests read links here without the extra `site`.
+    griffe: Any = None
+
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = "docs/reference.md"
 # Pages that quote what is uploaded elsewhere, where their links lead.
@@ -66,6 +72,22 @@ def reference() -> str:
             "::: approx.errors.Exit\n    options: {members: true, members_order: source}",
         ]
     )
+
+
+class PlainTypes(griffe.Extension if griffe else object):
+    """Shows of options' types what they accept, without how that is checked."""
+
+    def on_attribute_instance(self, *, attr: Any, **_: Any) -> None:
+        """Take the type out of `Annotated[…]`."""
+        attr.annotation = _plain(attr.annotation)
+
+
+def _plain(annotation: Any) -> Any:
+    if isinstance(annotation, griffe.ExprBinOp):
+        return griffe.ExprBinOp(_plain(annotation.left), annotation.operator, _plain(annotation.right))
+    if isinstance(annotation, griffe.ExprSubscript) and str(annotation.left) == "Annotated":
+        return _plain(annotation.slice.elements[0])
+    return annotation
 
 
 def on_config(config: Any) -> None:

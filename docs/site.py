@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 try:
-    import griffe
+    import griffe  # pyright: ignore[reportMissingImports] # of the extra `site`
 except ImportError:
     # Tests read links here without the extra `site`.
     griffe: Any = None
@@ -74,7 +74,7 @@ def reference() -> str:
     )
 
 
-class PlainTypes(griffe.Extension if griffe else object):
+class PlainTypes(griffe.Extension if griffe else object):  # pyright: ignore[reportGeneralTypeIssues] # as above
     """Shows of options' types what they accept, without how that is checked."""
 
     def on_attribute_instance(self, *, attr: Any, **_: Any) -> None:
@@ -109,7 +109,7 @@ def on_config(config: Any) -> None:
 
 def on_files(files: Any, config: Any) -> None:
     """Take the files at their places in the repository instead of those of `docs/`."""
-    from mkdocs.structure.files import File
+    from mkdocs.structure.files import File  # pyright: ignore[reportMissingImports] # as above
 
     for file in [file for file in files if file.src_dir == config.docs_dir]:
         files.remove(file)

@@ -63,7 +63,7 @@ def report(title: str, records: Sequence["Record"], tracker: Tracker) -> str:
         Where the runs are, in a sentence.
 
     Raises:
-        ApproxError: if the tracker's package is missing.
+        ApproxError: if the tracker's package is missing, or it cannot take the runs.
     """
     refuse_missing(tracker)
     runs: dict[tuple[str, str], _Run] = {}
@@ -85,12 +85,16 @@ def report(title: str, records: Sequence["Record"], tracker: Tracker) -> str:
                     for metric, value in values.items():
                         board.add_scalar(metric, value, step)
         return f"Reported to {folder}; see it with tensorboard --logdir {folder.parent}"
-    package = importlib.import_module(tracker)
-    for name, run in named.items():
-        package.init(project=os.environ.get("WANDB_PROJECT", PROJECT), group=title, name=name, config=run.about)
-        for step, values in sorted(run.points.items()):
-            package.log(values, step=step)
-        package.finish()
+    try:
+        package = importlib.import_module(tracker)
+        for name, run in named.items():
+            package.init(project=os.environ.get("WANDB_PROJECT", PROJECT), group=title, name=name, config=run.about)
+            for step, values in sorted(run.points.items()):
+                package.log(values, step=step)
+            package.finish()
+    except Exception as error:
+        # Whatever a tracker lacks, such as a login, what was measured is written and shown already.
+        raise ApproxError(f"{tracker} did not take the results: {error}", Exit.UNAVAILABLE) from error
     return f"Reported to {tracker}, {len(named)} runs in the group '{title}'"
 
 

@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from ..evaluation.test_tracking import read
 from .conftest import call
 
 GRID = """title: A tiny sweep
@@ -41,6 +42,10 @@ def test_sweeps_in_processes_and_computes_nothing_the_second_time(study, tmp_pat
     again = call("sweep", study, "--json")
     assert again.json == {**made, "computed": 0}
     assert call("report", *(tmp_path / "runs" / "tiny" / "records").iterdir(), "-o", "report").code == 0
+    pytest.importorskip("tensorboard")
+    assert call("sweep", study, "--report-to", "tensorboard").code == 0
+    (folder,) = (tmp_path / "runs" / "tensorboard").iterdir()
+    assert {name for name, run in read(folder).items() if "glue/sst2/accuracy" in run} == {"exact", "local-right=2"}
 
 
 @pytest.mark.slow

@@ -33,7 +33,8 @@ def test_evaluate_reports_both_models(converted, data, tmp_path):
 def test_run_reports_scores_times_and_curves(base, data, tmp_path):
     pytest.importorskip("tensorboard")
     recipe = tiny_recipe(tmp_path / "tiny.yaml", base, data)
-    (data / "train.tsv").write_text((data / "dev.tsv").read_text())
+    lines = [f"the film is {word}\t{label}" for word, label in [("good", 1), ("bad", 0)] * 12]
+    (data / "train.tsv").write_text("\n".join(["sentence\tlabel", *lines]) + "\n")
     heal = f"heal: {{task: glue/sst2, data: {data}, steps: 2, recover: task}}\n"
     recipe.write_text(recipe.read_text() + heal)
     answer = call("run", recipe, "-o", "out", "--report-to", "tensorboard")
@@ -42,17 +43,6 @@ def test_run_reports_scores_times_and_curves(base, data, tmp_path):
     healed = next(run for name, run in runs.items() if "task/held-out accuracy" in run)
     assert {"glue/sst2/accuracy", "time, batch 1/ms"} <= set(runs["exact"])
     assert max(healed["task/held-out accuracy"]) == 2
-
-
-@pytest.mark.slow
-def test_sweep_reports_each_plan(base, data, tmp_path):
-    pytest.importorskip("tensorboard")
-    variants = "variants: {local: {mechanism: local, settings: {left: 2}, grid: {right: [2, 3]}}}\n"
-    evaluated = f"evaluate: {{task: glue/sst2, data: {data}}}\ndevice: cpu\n"
-    (tmp_path / "tiny.yaml").write_text(f"title: A tiny sweep\ncheckpoint: {base}\n{variants}{evaluated}")
-    answer = call("sweep", "tiny.yaml", "--report-to", "tensorboard")
-    assert answer.code == 0, answer.err
-    assert set(reported(tmp_path)) == {"exact", "local-right=2", "local-right=3"}
 
 
 @pytest.mark.slow

@@ -4,9 +4,11 @@ import importlib
 import json
 import os
 import re
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -87,11 +89,13 @@ def report(title: str, records: Sequence["Record"], tracker: Tracker) -> str:
         return f"Reported to {folder}; see it with tensorboard --logdir {folder.parent}"
     try:
         package = importlib.import_module(tracker)
-        for name, run in named.items():
-            package.init(project=os.environ.get("WANDB_PROJECT", PROJECT), group=title, name=name, config=run.about)
-            for step, values in sorted(run.points.items()):
-                package.log(values, step=step)
-            package.finish()
+        # What they print is not the output of a command, which with --json is one object.
+        with redirect_stdout(sys.stderr):
+            for name, run in named.items():
+                package.init(project=os.environ.get("WANDB_PROJECT", PROJECT), group=title, name=name, config=run.about)
+                for step, values in sorted(run.points.items()):
+                    package.log(values, step=step)
+                package.finish()
     except Exception as error:
         # Whatever a tracker lacks, such as a login, what was measured is written and shown already.
         raise ApproxError(f"{tracker} did not take the results: {error}", Exit.UNAVAILABLE) from error

@@ -2,13 +2,15 @@
 
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from approx.mechanisms.mechanism import whole_number
 from approx.mechanisms.sparse import SparsePattern
 from approx_kernels.ops.fastest.api import fastest_attention
 from approx_kernels.ops.patterns.reference import Window
-from approx_kernels.tokens import content, extended, first_and_newest
+from approx_kernels.runtime.pytorch import sdpa
+from approx_kernels.tokens import blank_padding, content, extended, first_and_newest, sharing
 
 
 class SinksAttention(SparsePattern):
@@ -67,11 +69,23 @@ class SinksAttention(SparsePattern):
         """
         ring = extended(state, k, v, key_mask)
         k, v, key_mask = content(ring)
-        if q.shape[2] == 1 and k.shape[2] <= self.sinks + self.window:
+        if torch.compiler.is_exporting() and key_mask is not None:
+            out = self._all_pairs(q, k, v, key_mask)
+        elif q.shape[2] == 1 and k.shape[2] <= self.sinks + self.window:
             out = fastest_attention(q, k, v, key_mask, causal=False, scale=self.scale)
         else:
             out = self(q, k, v, key_mask)
         return out, first_and_newest(ring, self.sinks, self.window - 1)
+
+    def _all_pairs(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor) -> Tensor:
+        """The same under a mask, for programs, whose shapes cannot depend on the number of real tokens."""
+        q, k, v = blank_padding(q, k, v, key_mask)
+        rank = key_mask.cumsum(1)
+        own, rank = rank[:, -q.shape[2] :, None], rank[:, None]
+        seen = (rank <= own) & ((rank > own - self.window) | (rank <= self.sinks)) & key_mask[:, None]
+        # Runtimes disagree on padding that sees no key.
+        seen = (seen | ~seen.any(-1, keepdim=True))[:, None]
+        return sdpa(q, k, v, attn_mask=seen, scale=self.scale, enable_gqa=sharing(q, k) > 1)
 
     @classmethod
     def exact_settings(cls, length: int) -> dict[str, Any]:

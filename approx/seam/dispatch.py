@@ -74,7 +74,8 @@ def key_mask(
     if plain and mask_function is causal_mask_function:
         # Compiled code cannot read how many slots are in use: in a static cache it is a tensor.
         followed = isinstance(q_offset, Tensor) and is_dynamo_compiling()
-        seen = -1 if followed else int(q_offset) + q_length - int(kv_offset)
+        offset = int(q_offset) if isinstance(q_offset, Tensor) else q_offset
+        seen = -1 if followed else offset + q_length - int(kv_offset)
     if plain and attention_mask is not None and attention_mask.shape[1] < seen:
         raise ApproxError(
             f"The attention mask has {attention_mask.shape[1]} columns for {seen} tokens, including those in the cache. "

@@ -211,6 +211,10 @@ def continue_sums(queries: Tensor, keys: Tensor, values: Tensor, sums: Tensor | 
     first = first if sums is None else sums + first
     if length == 1:
         return queries @ first, first
+    if sums is not None and torch.compiler.is_exporting():
+        # A program that continues a state takes few tokens at a time, one chunk.
+        keys, values = keys[..., before:, :], values[..., before:, :]
+        return (queries @ keys.mT).tril() @ values + queries @ first, first + keys.mT @ values
     # ONNX rounds negative quotients up, and an exported program for several chunks does not take a single one.
     chunks = (length + _CHUNK - 1) // _CHUNK
     if torch.compiler.is_exporting():

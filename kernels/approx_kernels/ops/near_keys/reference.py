@@ -144,8 +144,10 @@ def near_keys(
     if not torch.compiler.is_exporting():
         left, right = (min(side, max(keys, length)) for side in (left, right))
     size = max(_BLOCK, left + right) if window else length
-    # An exported program for several blocks does not take a single one.
-    blocks = (length + size - 1) // size + bool(window and torch.compiler.is_exporting())
+    # An exported program for several blocks does not take a single one, except after a state, with few queries at a time.
+    if whole := torch.compiler.is_exporting() and before > 0:
+        size = length
+    blocks = 1 if whole else (length + size - 1) // size + bool(window and torch.compiler.is_exporting())
     row = torch.arange(size, device=q.device)[:, None]
     first = torch.arange(blocks, device=q.device)[:, None, None] * size + before
     queries = F.pad(q, (0, 0, 0, blocks * size - length)).unflatten(2, (blocks, size)).unflatten(1, (-1, shared))

@@ -740,23 +740,25 @@ def _all_blocks(
     There are at least as many keys as queries.
     """
     batch, heads, length, _ = q.shape
-    # With one block more than needed there are always several; a program for several does not take a single one.
-    keys, blocks = k.shape[2], (length + _BLOCK - 1) // _BLOCK + 1
-    end = blocks * _BLOCK - length
-    reach = torch.arange(_BLOCK + left + right, device=q.device)
+    # With one block more than needed there are always several; a program for several does not take a single one. After the
+    # keys of a state there are few queries at a time, one block.
+    keys = k.shape[2]
+    size, blocks = (_BLOCK, (length + _BLOCK - 1) // _BLOCK + 1) if keys == length else (length, 1)
+    end = blocks * size - length
+    reach = torch.arange(size + left + right, device=q.device)
     # Positions in the padded keys, [blocks, reach].
-    places = torch.arange(blocks, device=q.device)[:, None] * _BLOCK + (keys - length) + reach
+    places = torch.arange(blocks, device=q.device)[:, None] * size + (keys - length) + reach
     real = k.new_ones(batch, keys, dtype=torch.bool) if key_mask is None else key_mask
     real = F.pad(real, (left, right + end))[:, places]
     own, values = (F.pad(x, (0, 0, left, right + end))[:, :, places] for x in (k, v))
-    queries = F.pad(q, (0, 0, 0, end)).reshape(batch, heads, blocks, _BLOCK, q.shape[3])
+    queries = F.pad(q, (0, 0, 0, end)).reshape(batch, heads, blocks, size, q.shape[3])
     queries, own, values = (x.transpose(1, 2).flatten(0, 1) for x in (queries, own, values))
-    row = torch.arange(_BLOCK, device=q.device)[:, None]
+    row = torch.arange(size, device=q.device)[:, None]
     band = within(row + left, reach, left, right)
     allowed = band & real.flatten(0, 1)[:, None, None, :]
     out = _masked_attention(queries, own, values, allowed, scale, dropout, True)
-    out = out.reshape(batch, blocks, heads, _BLOCK, v.shape[3]).transpose(1, 2)
-    return out.reshape(batch, heads, blocks * _BLOCK, v.shape[3])[:, :, :length]
+    out = out.reshape(batch, blocks, heads, size, v.shape[3]).transpose(1, 2)
+    return out.reshape(batch, heads, blocks * size, v.shape[3])[:, :, :length]
 
 
 def _masked_attention(

@@ -217,7 +217,9 @@ def performer_heads(
         return in_order([out for out, *_ in results]), in_order([logs for _, logs, _ in results]), results[-1][2]
     wide = torch.promote_types(q.dtype, torch.float32)
     numbers = q.shape[0] * min(k.shape[2], CHUNK) * projection.shape[-2]
-    heads = max(1, _CACHED // numbers) if q.device.type == "cpu" else q.shape[1]
+    heads = q.shape[1]
+    if q.device.type == "cpu" and not torch.compiler.is_exporting():
+        heads = max(1, _CACHED // numbers)
     attend = _relu if kernel == "relu" else _softmax
     q, k, v = blank_padding(q, k, v, key_mask)
     out, norms, reached = [], [], []
@@ -280,6 +282,9 @@ def _softmax(
 
 
 def _sum_keys(sums: KeySums, k: Tensor, v: Tensor, keep: Tensor | None, rows: Rows) -> KeySums:
+    if torch.compiler.is_exporting():
+        # A program for any number of keys has no loop over chunks.
+        return sums.add(logs_of(k, rows), v, keep)
     for first in range(0, k.shape[1], CHUNK):
         chunk = slice(first, first + CHUNK)
         sums = sums.add(logs_of(k[:, chunk], rows), v[:, chunk], None if keep is None else keep[:, chunk])
@@ -303,8 +308,13 @@ def causal_sums(
 
     A query must not depend on how large later keys of its chunk are, not even through rounding. So features of keys are
     relative to the largest of earlier chunks. Queries that have seen a key rise far above that are recomputed pair by
-    pair.
+    pair, and in a program for decoding, which takes few at a time, all are.
     """
+    if torch.compiler.is_exporting():
+        heights, logs = heights_of(q, rows), logs_of(k, rows)
+        earlier = query_features(heights, sums.top) @ sums.state
+        joined = divided(*_of_pairs(earlier, largest_of(heights, sums.top), heights, logs, v, keep))
+        return *joined, sums.add(logs, v, keep)
     out, norms = [], []
     for first in range(0, q.shape[1], CHUNK):
         chunk = slice(first, first + CHUNK)
@@ -356,16 +366,26 @@ def _recomputed(
     corrected, relative = list(joined), list(largest)
     # Head by head: pairs times features are n x n x M numbers.
     for group in beyond.any(1).nonzero().flatten().tolist():
-        visible = torch.ones(logs.shape[1], logs.shape[1], dtype=torch.bool, device=logs.device).tril()
-        visible = visible if keep is None else visible & keep[group, :, 0]
-        pairs = (heights[group][:, None] + logs[group]).logsumexp(-1).masked_fill(~visible, lowest(logs.dtype))
-        past, rows = largest[group], beyond[group][:, None]
-        highest = torch.maximum(past, pairs.amax(-1, keepdim=True).detach())
-        weights = (pairs - highest).exp().masked_fill(~visible, 0.0)
-        sums = earlier[group] * (past - highest).exp() + weights @ v[group]
+        real = None if keep is None else keep[group]
+        sums, highest = _of_pairs(earlier[group], largest[group], heights[group], logs[group], v[group], real)
+        rows = beyond[group][:, None]
         corrected[group] = torch.where(rows, sums, joined[group])
-        relative[group] = torch.where(rows, highest, past)
+        relative[group] = torch.where(rows, highest, largest[group])
     return torch.stack(corrected), torch.stack(relative)
+
+
+def _of_pairs(
+    earlier: Tensor, past: Tensor, heights: Tensor, logs: Tensor, v: Tensor, keep: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The sums of queries after `earlier` ones, relative to the logarithms `past`, from weights of single pairs, and the
+    logarithms of what these are relative to.
+    """
+    visible = torch.ones(logs.shape[-2], logs.shape[-2], dtype=torch.bool, device=logs.device).tril()
+    visible = visible if keep is None else visible & keep.mT
+    pairs = (heights.unsqueeze(-2) + logs.unsqueeze(-3)).logsumexp(-1).masked_fill(~visible, lowest(logs.dtype))
+    highest = torch.maximum(past, pairs.amax(-1, keepdim=True).detach())
+    weights = (pairs - highest).exp().masked_fill(~visible, 0.0)
+    return earlier * (past - highest).exp() + weights @ v, highest
 
 
 def draw_projection(size: int, *, features: int, orthogonal: bool, seed: int) -> Tensor:

@@ -252,6 +252,12 @@ def load(name: str | Path, *, runtime: str | None = None, dtype: str = "auto", d
             "it again with one of these as --format.",
             Exit.UNSUPPORTED,
         )
+    if report.get("state"):
+        raise ApproxError(
+            f"{name} is a program that decodes from a state, which evaluate and bench do not run. Export the checkpoint again "
+            "without --decode.",
+            Exit.UNSUPPORTED,
+        )
     if runtime is not None and runtime not in able:
         known = sorted({each for every in RUNTIMES.values() for each in every})
         what = f"does not run a program of the format '{report['format']}'" if runtime in known else "is unknown"

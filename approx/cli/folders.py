@@ -22,6 +22,7 @@ def add_to(app: typer.Typer) -> None:
         _PANEL,
         "approx export converted -o program",
         "approx export converted --format onnx -o onnx --lengths 16,128,512",
+        "approx export converted --format onnx --decode -o decoder",
         "approx export converted --format stock -o stock",
         "approx export converted --format openvino --quantize int8 -o openvino",
     )(export)
@@ -71,6 +72,13 @@ def export(
     quantize: Annotated[
         str | None, typer.Option(help="int8: weights in 8 bits, in onnx and openvino. Default: float32.")
     ] = None,
+    decode: Annotated[
+        bool,
+        typer.Option(
+            "--decode",
+            help="In onnx: a program that reads new tokens and a state and returns logits and the next state, to write text.",
+        ),
+    ] = False,
     lengths: Annotated[
         str | None, typer.Option(help="Three lengths to compare at, in tokens. Default: 12,40,120.")
     ] = None,
@@ -91,6 +99,7 @@ def export(
             output,
             format=format_,
             quantize=quantize,
+            decode=decode,
             lengths=asked,
             force=force,
             revision=revision,
@@ -102,6 +111,8 @@ def export(
     same = [] if made.equal_predictions is None else [f"Equal predictions: {made.equal_predictions:.1%}"]
     columns = ["batch x length", "largest relative difference"]
     shown = [table(columns, rows), *same, f"Written to {output}"]
+    if made.state_bytes is not None:
+        shown.append(f"State of one text: {made.state_bytes / 1e6:.2f} MB in {len(made.state or ())} tensors")
     if isinstance(made, StockExported):
         windows = f", with a window of {made.window} in layers {made.layers}" if made.window else ""
         shown.append(f"It is a {made.architecture} of transformers{windows}. Engines that serve models:")

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from inspect import signature
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -111,7 +112,8 @@ def first_state(model: Any) -> FirstState:
     known: dict[str, dict[str, Tensor]] = {}
     for number, layer in enumerate(cache.layers):
         keys, values = layer.keys, layer.values
-        assert keys is not None and values is not None, "it has read two tokens"
+        assert keys is not None, "it has read two tokens"
+        assert values is not None, "it has read two tokens"
         parts = {"key": keys[:, :, :0], "value": values[:, :, :0]}
         if number in mechanisms:
             mechanism = mechanisms[number]
@@ -216,8 +218,8 @@ def program(model: Any, first: FirstState) -> tuple[ExportedProgram, list[str], 
     }
     step = _Step(model, first)
     try:
-        # States have no room for later keys where gradients may be needed.
-        with torch.enable_grad():
+        # States have no room for later keys where gradients may be needed. Shapes of many symbols are slow to look up.
+        with torch.enable_grad(), torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
             made = torch.export.export(step, (), inputs, dynamic_shapes=free)
     except Exception as error:
         # PyTorch raises many kinds here, with reports of many lines.
@@ -250,7 +252,7 @@ def compared(model: Any, opened: Session, first: FirstState, batch: int, length:
         expected.append(model(**given, use_cache=True, **{cache_keyword(): cache}).logits)
     state, actual = {name: x.repeat_interleave(batch, 0) for name, x in first.tensors.items()}, []
     bounds = [0, *([prompt // 2] if prompt > 1 else []), *range(prompt, length + 1)]
-    for begin, end in zip(bounds, bounds[1:], strict=False):
+    for begin, end in pairwise(bounds):
         try:
             found = opened.run({"input_ids": ids[:, begin:end], "attention_mask": mask[:, begin:end], **state})
         except Exception as error:

@@ -13,6 +13,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.export import Dim, ExportedProgram
@@ -21,6 +22,7 @@ from approx.checkpoints import checkpoint, exported, families, foreign
 from approx.checkpoints.atomic_folder import atomic_folder, refuse_existing, refuse_overlap, refuse_unwritable
 from approx.checkpoints.checkpoint import EXPORTED
 from approx.checkpoints.exported import FILES, RUNTIMES, first_line, refuse_missing
+from approx.conversion import decoding
 from approx.conversion.calibration import evaluating
 from approx.conversion.convert import copy_companions, forget_code
 from approx.conversion.verify import difference
@@ -60,6 +62,8 @@ class Exported:
             model does not choose among classes.
         versions: Package -> the version that exported it.
         notes: What a user should know.
+        state: Of a program that decodes, input name -> sizes of the state of one text, those that grow with it as 0; else None.
+        state_bytes: Bytes of that state, without what grows; None for other programs.
     """
 
     output: str
@@ -71,6 +75,8 @@ class Exported:
     equal_predictions: float | None
     versions: dict[str, str]
     notes: list[str]
+    state: dict[str, list[int]] | None = None
+    state_bytes: int | None = None
 
 
 def export(
@@ -79,6 +85,7 @@ def export(
     *,
     format: str = "torch-export",  # the name of the option
     quantize: str | None = None,
+    decode: bool = False,
     lengths: Sequence[int] | None = None,
     force: bool = False,
     revision: str | None = None,
@@ -94,6 +101,7 @@ def export(
         format: `torch-export` for `torch.export.load`, `onnx` for ONNX Runtime and others, `openvino` for OpenVINO, `stock`
             for an ordinary checkpoint of transformers, see `stock.py`.
         quantize: `int8` for weights in 8 bits, in `onnx` and `openvino`; None for float32.
+        decode: Whether the program, in `onnx`, reads tokens and a state and returns logits and the next state, to write text.
         lengths: Three lengths of the check, in tokens, or in frames of speech.
         force: Whether an existing `out` is replaced.
         revision: Commit on the hub.
@@ -106,6 +114,8 @@ def export(
     """
     out = Path(out)
     _refuse_precision(format, quantize)
+    if decode and (format != "onnx" or quantize):
+        raise ApproxError("--decode is for programs in float32 of the format 'onnx'. Use it with --format onnx alone.")
     if format == "stock":
         from approx.conversion import stock
 
@@ -129,10 +139,12 @@ def export(
     opened = checkpoint.load(name, revision=revision, offline=offline, merge_adapter=merge_adapter)
     refuse_overlap(opened.source.folder, out)
     model = opened.model.float()
-    refuse_unexportable(model, format)
-    # A program has no cache.
+    if decode:
+        decoding.refuse_undecodable(model)
+    refuse_unexportable(model, format, decode=decode)
+    # Other programs have no cache.
     model.config.use_cache = False
-    sizes = list(zip(_BATCHES, check_lengths(model, lengths), strict=True))
+    checked = check_lengths(model, lengths)
     with (
         evaluating(model),
         torch.inference_mode(False),
@@ -141,29 +153,44 @@ def export(
         atomic_folder(out, force=force) as folder,
     ):
         progress("tracing")
-        program = _program(model)
+        first, inputs, outputs = None, list(_traced(model)), None
+        if decode:
+            first = decoding.first_state(model)
+            program, inputs, outputs = decoding.program(model, first)
+            checked = checked if lengths else decoding.lengths(model, first, _LENGTHS)
+        else:
+            program = _program(model)
         notes = copy_companions(opened.source, folder, foreign.carried(opened.source.config))
         shutil.copyfile(opened.source.folder / "config.json", folder / "config.json")
         # The program needs no code; a custom tokenizer may.
         forget_code(folder)
         path = folder / FILES[format]
-        _save(program, model, path, format, quantize, progress)
+        if first is None:
+            _save(program, model, path, format, quantize, progress)
+        else:
+            progress("translating to ONNX")
+            _save_onnx(program, model, path, inputs, outputs)
+            np.savez(folder / decoding.FIRST_STATE, **{name: x.numpy() for name, x in first.tensors.items()})
+        del program
         progress("comparing with the model")
         run, runtime = _runner(path, format)
-        checks = {f"{batch} x {length}": _compare(model, run, batch, length) for batch, length in sizes}
+        sizes = list(zip(_BATCHES, checked, strict=True))
+        checks = {f"{batch} x {length}": _compare(model, run, batch, length, first) for batch, length in sizes}
         alike = [same for one in checks.values() for same in one.alike]
         found = {size: one.error for size, one in checks.items()}
         report = {
             "file": path.name,
             "format": format,
             "quantize": quantize,
-            "inputs": list(_traced(model)),
+            "inputs": inputs,
             "largest_relative_difference": found,
             "equal_predictions": sum(alike) / len(alike) if alike else None,
+            "state": None if first is None else {name: list(x.shape) for name, x in first.tensors.items()},
+            "state_bytes": None if first is None else first.bytes,
             "versions": {"approx": __version__, "torch": torch.__version__, **runtime},
         }
         (folder / EXPORTED).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        allowed = _INT8_TOLERANCE if quantize else _TOLERANCE[format]
+        allowed = _INT8_TOLERANCE if quantize else decoding.TOLERANCE if decode else _TOLERANCE[format]
         if wrong := [f"{size}: {error:.1e}" for size, error in found.items() if not error <= allowed]:
             remedy = "Leave out --quantize, or quantise in the other format. " if quantize else ""
             raise ApproxError(
@@ -171,11 +198,11 @@ def export(
                 f"{allowed:.0e} is allowed). {remedy}Nothing was written.",
                 Exit.VERIFICATION,
             )
-    return Exported(str(out), **report, notes=[*opened.notes, *notes, *_costs(model)])
+    return Exported(str(out), **report, notes=[*opened.notes, *notes, *_costs(model), *_growth(first)])
 
 
-def refuse_unexportable(model: Any, format: str = "torch-export") -> None:
-    """Check that one program of a format can compute a model at every length.
+def refuse_unexportable(model: Any, format: str = "torch-export", *, decode: bool = False) -> None:
+    """Check that one program of a format can compute a model at every length, or with `decode` continue from a state.
 
     Raises:
         ApproxError: naming the mechanisms that cannot be exported with their layers, and why.
@@ -183,7 +210,8 @@ def refuse_unexportable(model: Any, format: str = "torch-export") -> None:
     reasons: dict[str, list[int]] = {}
     for layer, name, part in _parts(model):
         why = None
-        if part.compiles != "whole" and not part.always_exact:
+        traced = decode and part.decode_state != "cache"
+        if part.compiles != "whole" and not part.always_exact and not traced:
             why = part.compiles.rstrip(".")
         elif part.exact_below:
             why = (
@@ -194,7 +222,11 @@ def refuse_unexportable(model: Any, format: str = "torch-export") -> None:
         if why:
             reasons.setdefault(f"{name} cannot be exported: {why}", []).append(layer)
     if reasons:
-        able = ", ".join(name for name, kind in MECHANISMS.items() if kind.compiles == "whole" or kind.always_exact)
+        able = ", ".join(
+            name
+            for name, kind in MECHANISMS.items()
+            if kind.compiles == "whole" or kind.always_exact or (decode and kind.decode_state != "cache")
+        )
         listed = "; ".join(f"{why} (layer{'s' * (len(on) > 1)} {ranges(on)})" for why, on in reasons.items())
         raise ApproxError(f"{listed}. Convert with one of {able} instead, without --exact-below.", Exit.UNSUPPORTED)
 
@@ -215,6 +247,16 @@ def _costs(model: Any) -> list[str]:
         f"Layers {ranges(layers)} choose global tokens by content: a program attends as if each token could be one, which costs "
         "as much as exact attention. Convert with global_tokens none, first or positions."
     ] * bool(layers)
+
+
+def _growth(first: decoding.FirstState | None) -> list[str]:
+    """A note on layers whose part of a state grows."""
+    if first is None or not first.growing:
+        return []
+    return [
+        f"Layers {ranges(first.growing)} keep the keys and values of all tokens, so the state grows with the text. Convert them "
+        "with linear, performer, local or sinks for a state of constant size."
+    ]
 
 
 def _refuse_precision(format: str, quantize: str | None) -> None:
@@ -336,11 +378,30 @@ def _bytes(model: Any) -> int:
     return sum(x.numel() * x.element_size() for x in model.state_dict().values())
 
 
-def _save_onnx(program: ExportedProgram, model: Any, path: Path) -> None:
-    names = list(model(**_traced(model)))
-    made = torch.onnx.export(program, dynamo=True, opset_version=_OPSET, output_names=names, verbose=False)
+def _save_onnx(
+    program: ExportedProgram, model: Any, path: Path, inputs: list[str] | None = None, outputs: list[str] | None = None
+) -> None:
+    made = torch.onnx.export(
+        program,
+        dynamo=True,
+        opset_version=_OPSET,
+        input_names=inputs,
+        output_names=outputs or list(model(**_traced(model))),
+        custom_translation_table={torch.ops.aten.sort.stable: _stable_sort},
+        verbose=False,
+    )
     assert made is not None
     made.save(path, external_data=_bytes(model) > _MOST_IN_ONE_FILE)
+
+
+def _stable_sort(x: Any, stable: bool = True, dim: int = -1, descending: bool = False) -> Any:
+    """`torch.sort` in ONNX, where equal numbers keep their order in `TopK`."""
+    from onnxscript import opset23 as op  # type: ignore[import-not-found]  # optional
+
+    # It takes no small integers.
+    count = op.Gather(op.Shape(x), op.Constant(value_ints=[dim]))
+    values, places = op.TopK(op.Cast(x, to=6), count, axis=dim, largest=int(descending), sorted=1)
+    return op.CastLike(values, x), places
 
 
 def _quantize_onnx(path: Path, out: Path, *, large: bool) -> None:
@@ -408,7 +469,10 @@ class _Comparison:
     alike: list[bool]
 
 
-def _compare(model: Any, run: Run, batch: int, length: int) -> _Comparison:
+def _compare(model: Any, run: Run, batch: int, length: int, first: decoding.FirstState | None = None) -> _Comparison:
+    if first is not None:
+        found, right = decoding.compared(model, run, first, batch, length)
+        return _Comparison(difference(found, right), (found.argmax(-1) == right.argmax(-1)).tolist())
     inputs = _inputs(model, batch, length)
     expected = model(**inputs)
     try:

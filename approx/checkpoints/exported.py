@@ -22,7 +22,7 @@ from approx.version import install
 
 FILES = {"torch-export": "model.pt2", "onnx": "model.onnx", "openvino": "model.xml"}
 """Format -> file of the program."""
-RUNTIMES = {"onnx": ("onnxruntime", "openvino"), "openvino": ("openvino",)}
+RUNTIMES = {"torch-export": ("torch",), "onnx": ("onnxruntime", "openvino"), "openvino": ("openvino",)}
 """Format -> the runtimes that programs of it are measured in, the default first."""
 # Files in which formats keep large weights.
 _DATA = ("model.onnx.data", "model.bin")
@@ -67,17 +67,28 @@ def session(path: Path, runtime: str) -> Session:
 
     Args:
         path: The program.
-        runtime: `onnxruntime` or `openvino`.
+        runtime: `torch`, `onnxruntime` or `openvino`.
 
     Raises:
         ApproxError: if the runtime is missing, or cannot open the file.
     """
     refuse_missing(runtime, what=f"The runtime '{runtime}'", extra="onnx" if runtime == "onnxruntime" else "openvino")
     try:
-        return (_onnxruntime if runtime == "onnxruntime" else _openvino)(path)
+        return {"torch": _torch, "onnxruntime": _onnxruntime, "openvino": _openvino}[runtime](path)
     except Exception as error:
         # Runtimes raise many kinds here.
         raise ApproxError(f"{runtime} cannot open {path}: {first_line(error)}", Exit.UNAVAILABLE) from error
+
+
+def _torch(path: Path) -> Session:
+    program = torch.export.load(path)
+    taken, call = [str(name) for name in program.graph_signature.user_inputs], program.module()
+
+    def run(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        with torch.no_grad():
+            return dict(call(**{name: inputs[name] for name in taken}))
+
+    return Session(f"torch {torch.__version__}", taken, run)
 
 
 def _onnxruntime(path: Path) -> Session:
@@ -227,8 +238,9 @@ class ExportedModel(nn.Module):
 
 
 def is_exported(name: str | Path) -> bool:
-    """Whether a name is that of a folder which `approx export` wrote."""
-    return (Path(name).expanduser() / EXPORTED).is_file()
+    """Whether a name is that of a folder with a program that `approx export` wrote; a stock checkpoint is an ordinary one."""
+    path = Path(name).expanduser() / EXPORTED
+    return path.is_file() and settings(path).get("format") != "stock"
 
 
 def load(name: str | Path, *, runtime: str | None = None, dtype: str = "auto", device: str = "auto") -> Checkpoint:
@@ -236,7 +248,7 @@ def load(name: str | Path, *, runtime: str | None = None, dtype: str = "auto", d
 
     Args:
         name: The folder.
-        runtime: `onnxruntime` or `openvino`; None for the usual one of the format.
+        runtime: `torch`, `onnxruntime` or `openvino`; None for the usual one of the format.
         dtype: `auto` or `float32`; the precision of the weights was chosen by the export.
         device: `auto` or `cpu`.
 

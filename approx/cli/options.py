@@ -50,7 +50,7 @@ Runtime = Annotated[
     str | None,
     typer.Option(
         "--runtime",
-        help="What runs exported folders: onnxruntime or openvino. Default: that of their format.",
+        help="What runs exported folders: torch, onnxruntime or openvino. Default: that of their format.",
         rich_help_panel=_CHECKPOINT,
     ),
 ]

@@ -1,6 +1,6 @@
 """Export a decoder as a program that reads tokens and a state, and returns logits and the next state."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from itertools import pairwise
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from approx.checkpoints.exported import Session, first_line
+from approx.checkpoints.exported import first_line
 from approx.errors import ApproxError, Exit
 from approx.planning import positions
 from approx.planning.positions import example_inputs
@@ -231,7 +231,9 @@ def program(model: Any, first: FirstState) -> tuple[ExportedProgram, list[str], 
     return made, names, ["logits", *(name.replace("past", "present", 1) for name in past)]
 
 
-def compared(model: Any, opened: Session, first: FirstState, batch: int, length: int) -> tuple[Tensor, Tensor]:
+def compared(
+    model: Any, run: Callable[[dict[str, Tensor]], Sequence[Tensor]], first: FirstState, batch: int, length: int
+) -> tuple[Tensor, Tensor]:
     """Logits of real tokens from the program and from PyTorch's decoding, [tokens, V].
 
     The program reads the first half of the prompt, the second half, and single tokens; PyTorch the whole prompt. Of several
@@ -254,7 +256,7 @@ def compared(model: Any, opened: Session, first: FirstState, batch: int, length:
     bounds = [0, *([prompt // 2] if prompt > 1 else []), *range(prompt, length + 1)]
     for begin, end in pairwise(bounds):
         try:
-            found = opened.run({"input_ids": ids[:, begin:end], "attention_mask": mask[:, begin:end], **state})
+            logits, *after = run({"input_ids": ids[:, begin:end], "attention_mask": mask[:, begin:end], **state})
         except Exception as error:
             # Runtimes raise many kinds here.
             raise ApproxError(
@@ -262,8 +264,8 @@ def compared(model: Any, opened: Session, first: FirstState, batch: int, length:
                 f"{first_line(error)}. Nothing was written.",
                 Exit.VERIFICATION,
             ) from error
-        actual.append(found.pop("logits"))
-        state = {name.replace("present", "past", 1): x for name, x in found.items()}
+        actual.append(logits)
+        state = dict(zip(state, after, strict=True))
     real = mask.bool()
     return torch.cat(actual, 1)[real], torch.cat(expected, 1)[real]
 

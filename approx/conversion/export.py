@@ -34,6 +34,7 @@ from approx.planning.positions import example_inputs
 from approx.version import __version__
 
 PRECISIONS = ("int8",)
+_QUANTISED = ("onnx", "openvino")
 # Batch sizes and lengths of the checks; the last inputs are padded.
 _BATCHES, _LENGTHS = (1, 3, 2), (12, 40, 120)
 _TRACED = (2, 100)
@@ -264,8 +265,8 @@ def _refuse_precision(format: str, quantize: str | None) -> None:
         return
     if quantize not in PRECISIONS:
         raise ApproxError(f"The precision '{quantize}' is unknown; --quantize takes {', '.join(PRECISIONS)}.")
-    if format not in RUNTIMES:
-        raise ApproxError(f"The format '{format}' takes no --quantize. Use it with --format {' or '.join(RUNTIMES)}.")
+    if format not in _QUANTISED:
+        raise ApproxError(f"The format '{format}' takes no --quantize. Use it with --format {' or '.join(_QUANTISED)}.")
 
 
 def _refuse_quantised(source: checkpoint.Source) -> None:
@@ -278,7 +279,7 @@ def _refuse_quantised(source: checkpoint.Source) -> None:
 
 
 def _refuse_missing(format: str, quantize: str | None) -> None:
-    if format not in RUNTIMES:
+    if format == "torch-export":
         return
     packages = ["onnx", "onnxscript", "onnxruntime"]
     if format == "openvino":
@@ -444,21 +445,9 @@ Run = Callable[[dict[str, Tensor]], Sequence[Tensor]]
 
 def _runner(path: Path, format: str) -> tuple[Run, dict[str, str]]:
     """What runs a program, and the name and version of its runtime."""
-    if format == "torch-export":
-        return _torch_runner(path), {}
     opened = exported.session(path, RUNTIMES[format][0])
     name, version = opened.runtime.split()
     return lambda inputs: list(opened.run(inputs).values()), {name: version}
-
-
-def _torch_runner(path: Path) -> Run:
-    program = torch.export.load(path).module()
-
-    def run(inputs: dict[str, Tensor]) -> Sequence[Tensor]:
-        found = program(**inputs)
-        return list(found.values()) if isinstance(found, dict) else found
-
-    return run
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,14 @@
 import collections
 import json
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch.export import Dim, load
 
-from approx.checkpoints import checkpoint
+from approx.checkpoints import checkpoint, exported
 from approx.conversion import convert, export, surgery
 from approx.errors import ApproxError, Exit
 from approx.mechanisms import MECHANISMS
@@ -265,11 +266,16 @@ def test_names_what_onnx_has_no_operator_for():
 
 def test_discards_a_program_that_computes_something_else(tmp_path, monkeypatch):
     tiny("BertModel").save_pretrained(tmp_path / "base")
-    honest = export._torch_runner
-    monkeypatch.setattr(export, "_torch_runner", lambda path: lambda inputs: [x * 1.01 for x in honest(path)(inputs)])
-    with pytest.raises(ApproxError, match=r"differs from .* at 1 x 12: 1\.0e-02") as wrong:
+    honest = exported._torch
+
+    def wrong(path):
+        opened = honest(path)
+        return replace(opened, run=lambda inputs: {name: x * 1.01 for name, x in opened.run(inputs).items()})
+
+    monkeypatch.setattr(exported, "_torch", wrong)
+    with pytest.raises(ApproxError, match=r"differs from .* at 1 x 12: 1\.0e-02") as refused:
         export.export(tmp_path / "base", tmp_path / "program")
-    assert wrong.value.exit_code == Exit.VERIFICATION
+    assert refused.value.exit_code == Exit.VERIFICATION
     assert not (tmp_path / "program").exists()
 
 

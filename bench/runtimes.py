@@ -48,7 +48,7 @@ def programs(model: str, name: str, folder: Path, *, force: bool) -> list[str]:
 
 
 def main() -> None:
-    """Export, score, time and report.
+    """Export, score, time and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("exact", help="the checkpoint that was converted")
     parser.add_argument("converted", help="the converted folder, healed or not")

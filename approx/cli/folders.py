@@ -111,6 +111,8 @@ def export(
     same = [] if made.equal_predictions is None else [f"Equal predictions: {made.equal_predictions:.1%}"]
     columns = ["batch x length", "largest relative difference"]
     shown = [table(columns, rows), *same, f"Written to {output}"]
+    if made.relative_rms is not None:
+        shown.insert(1, f"Root mean square of the differences: {made.relative_rms:.3f} of the outputs'")
     if made.state_bytes is not None:
         shown.append(f"State of one text: {made.state_bytes / 1e6:.2f} MB in {len(made.state or ())} tensors")
     if isinstance(made, StockExported):

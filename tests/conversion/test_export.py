@@ -209,7 +209,7 @@ def test_onnx_in_both_precisions(quantize, tmp_path):
     tiny("BertForSequenceClassification").save_pretrained(tmp_path / "base")
     made = export.export(tmp_path / "base", tmp_path / "onnx", format="onnx", quantize=quantize, lengths=[5, 64, 33])
     error = max(made.largest_relative_difference.values())
-    assert (error < 1e-4) == (quantize is None)
+    assert (error < 1e-4) == (quantize is None) == (made.relative_rms is None)
     assert made.equal_predictions is not None
     assert {"model.onnx", "config.json", export.EXPORTED} == {
         path.name for path in (tmp_path / "onnx").iterdir() if path.name != "approx_manifest.json"
@@ -309,9 +309,34 @@ def test_refuses_a_quantised_checkpoint(tmp_path):
 
 
 @pytest.mark.slow
+def test_discards_an_int8_program_with_wrong_scales(tmp_path, monkeypatch):
+    import onnx
+
+    tiny("BertForSequenceClassification").save_pretrained(tmp_path / "base")
+    honest = export._quantize_onnx
+
+    def doubled(path, out, **how):
+        honest(path, out, **how)
+        program = onnx.load(out)
+        scales = [each for each in program.graph.initializer if each.name.endswith("_scale")]
+        assert scales
+        for each in scales:
+            each.CopyFrom(onnx.numpy_helper.from_array(2 * onnx.numpy_helper.to_array(each), each.name))
+        onnx.save(program, out)
+
+    monkeypatch.setattr(export, "_quantize_onnx", doubled)
+    with pytest.raises(
+        ApproxError, match=r"Rounded to int8, .* computes something else: its differences are \d"
+    ) as refused:
+        export.export(tmp_path / "base", tmp_path / "int8", format="onnx", quantize="int8", lengths=[5, 16, 24])
+    assert refused.value.exit_code == Exit.VERIFICATION
+    assert not (tmp_path / "int8").exists()
+
+
 def test_int8_leaves_the_maps_of_heads_as_they_are(tmp_path):
     """ONNX Runtime opens a program whose maps, which have three dimensions, are rounded, but cannot run it."""
     tiny("BertForSequenceClassification").save_pretrained(tmp_path / "base")
     convert.convert(tmp_path / "base", tmp_path / "linear", Plan.of("linear", window=4, feature_map="hedgehog"))
     made = export.export(tmp_path / "linear", tmp_path / "int8", format="onnx", quantize="int8", lengths=[5, 16, 24])
-    assert 0 < max(made.largest_relative_difference.values()) < 0.3
+    assert made.relative_rms is not None
+    assert 0 < made.relative_rms < 0.1

@@ -73,6 +73,19 @@ def test_programs_are_timed_without_a_ceiling(programs):
     assert median > 0
 
 
+def test_programs_of_torch_export_and_stock_checkpoints_are_measured_too(tmp_path):
+    for form in ("torch-export", "stock"):
+        export.export("quickstart", tmp_path / form, format=form)
+    record = api.evaluate(
+        str(tmp_path / "stock"), against="quickstart", beside=[str(tmp_path / "torch-export")], **NEEDLE
+    )
+    (quality,) = record.quality
+    assert [variant.scores for variant in quality.variants] == [quality.base.scores] * 2
+    stock, program = record.variants
+    assert stock.runtime is None
+    assert str(program.runtime) == f"torch {torch.__version__}, float32"
+
+
 @pytest.mark.slow
 def test_a_converted_program_says_how_much_it_approximates(programs, tmp_path):
     convert("quickstart", tmp_path / "linear", Plan.of("linear", window=4))

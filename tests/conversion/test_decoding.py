@@ -82,6 +82,7 @@ def test_a_program_decodes_as_the_model_does_in_constant_memory(family, name, se
     assert all(x.isfinite().all() for x in state.values())
 
 
+@pytest.mark.slow
 def test_the_cache_of_exact_layers_grows(tmp_path):
     model = decoder("LlamaForCausalLM", ("linear", {"window": 16}), None)
     session, first = opened(model, tmp_path)

@@ -284,7 +284,7 @@ def _softmax(
 def _sum_keys(sums: KeySums, k: Tensor, v: Tensor, keep: Tensor | None, rows: Rows) -> KeySums:
     if torch.compiler.is_exporting():
         # A program for any number of keys has no loop over chunks.
-        return sums.add(logs_of(k, rows), v, keep)
+        return sums.add(logs_of(k, rows), v, keep) if k.shape[1] else sums
     for first in range(0, k.shape[1], CHUNK):
         chunk = slice(first, first + CHUNK)
         sums = sums.add(logs_of(k[:, chunk], rows), v[:, chunk], None if keep is None else keep[:, chunk])

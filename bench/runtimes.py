@@ -31,10 +31,10 @@ PROGRAMS = (
 )
 
 
-def programs(model: str, name: str, folder: Path, *, force: bool) -> list[str]:
+def programs(model: str, name: str, folder: Path, formats: list[str], *, force: bool) -> list[str]:
     """The folders of a model's programs, those made that are missing; what cannot be made is said on stderr."""
     found = []
-    for format, quantize in PROGRAMS:
+    for format, quantize in (each for each in PROGRAMS if each[0] in formats):
         out = folder / "-".join([name, format, *([quantize] if quantize else [])])
         try:
             if force or not out.exists():
@@ -59,6 +59,9 @@ def main() -> None:
     parser.add_argument(
         "--lengths", default="512,2048", help="tokens of each text that are read (default: %(default)s)"
     )
+    parser.add_argument(
+        "--formats", default="torch-export,onnx,openvino,stock", help="formats of programs (default: %(default)s)"
+    )
     parser.add_argument("--limit", type=int, help="examples of each length; all by default")
     parser.add_argument("--rounds", type=int, default=12, help="least rounds of timing (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=1.0, help="least seconds of timing (default: %(default)s)")
@@ -67,8 +70,8 @@ def main() -> None:
     folder = asked.out / "programs"
     folder.mkdir(parents=True, exist_ok=True)
     beside = [
-        *programs(asked.exact, "exact", folder, force=asked.force),
-        *programs(asked.converted, "converted", folder, force=asked.force),
+        *programs(asked.exact, "exact", folder, asked.formats.split(","), force=asked.force),
+        *programs(asked.converted, "converted", folder, asked.formats.split(","), force=asked.force),
     ]
     settings = {"labels": asked.labels.split(",")} if asked.labels else {}
     lengths = [int(length) for length in asked.lengths.split(",")]

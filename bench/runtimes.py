@@ -83,13 +83,12 @@ def main() -> None:
         found = api.evaluate(
             asked.converted, asked.task, **named, max_length=length, truncate=True, batch_size=1, limit=asked.limit
         )
-        records.append((f"quality-{length}.json", found))
+        save(asked.out / f"quality-{length}.json", found)
+        records.append(found)
     print("timing", file=sys.stderr, flush=True)
     timed = api.bench(asked.converted, lengths, **named, task=asked.task, rounds=asked.rounds, seconds=asked.seconds)
-    records.append(("speed.json", timed))
-    for name, record in records:
-        save(asked.out / name, record)
-    api.report([record for _, record in records], asked.out / "report")
+    save(asked.out / "speed.json", timed)
+    api.report([*records, timed], asked.out / "report")
     print(f"Written to {asked.out / 'report'}")
 
 

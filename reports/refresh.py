@@ -1,9 +1,13 @@
-"""Make the pages of all records, the tables of README.md and docs/, and the pictures of patterns: `python reports/refresh.py [--check]`.
+"""Make the pages of all records, the tables of README.md and docs/, and pictures: `python reports/refresh.py [--check]`.
 
 Nothing is measured here: each report.json under reports holds what `approx run` measured, each record.json what a
-benchmark did. Patterns are counted and drawn again.
+benchmark did. Patterns are counted and drawn again. The picture of the README is taken by a headless Chromium, when the page
+that it shows has changed.
 """
 
+import hashlib
+import shutil
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -11,6 +15,9 @@ from typing import Any
 
 # In a checkout that is not installed, both packages lie beside this folder.
 sys.path.extend(str(Path(__file__).resolve().parent.parent / name) for name in (".", "kernels"))
+
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from approx.evaluation import record
 from approx.patterns import figures, find_pattern, pattern_names
@@ -58,6 +65,10 @@ DRAWN: dict[str, tuple[str, int, bool, dict[str, Any]]] = {
     "bigbird": ("bigbird", 1024, False, {}),
 }
 COUNTED = 2048
+# The picture of the README, the page that it shows, and names of the browser that takes it.
+PICTURE, PICTURED = ROOT / "docs" / "images" / "report.png", RECORDS / "quickstart" / "index.html"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+_OF_PAGE = "sha256 of the page"
 
 
 def patterns(out: Path) -> None:
@@ -108,11 +119,38 @@ def refresh(out: Path) -> dict[Path, str]:
     return {path: fill(path.read_text(encoding="utf-8"), RECORDS) for path, fill in DOCUMENTS.items()}
 
 
+def page_of_picture(picture: Path) -> str | None:
+    """The hash of the page that a picture was taken of; None if it does not say."""
+    with Image.open(picture) as opened:
+        return opened.info.get(_OF_PAGE)
+
+
+def take_picture(page: Path, picture: Path) -> None:
+    """Take a picture of the first screen of a page, and note of which page."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        raise SystemExit(
+            f"{picture.relative_to(ROOT)} is not of {page.relative_to(ROOT)} as it is; install Chromium to take it again"
+        )
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1280,1160"]
+    with tempfile.TemporaryDirectory() as scratch:
+        taken = Path(scratch) / "page.png"
+        subprocess.run(
+            [browser, *options, f"--screenshot={taken}", page.as_uri()], check=True, capture_output=True, timeout=300
+        )
+        with Image.open(taken) as opened:
+            about = PngInfo()
+            about.add_text(_OF_PAGE, hashlib.sha256(page.read_bytes()).hexdigest())
+            opened.convert("RGB").save(picture, pnginfo=about, optimize=True)
+
+
 def main() -> int:
     """Refresh, or with --check say what is not fresh; 1 if anything is not."""
     if "--check" not in sys.argv:
         for document, text in refresh(RECORDS).items():
             document.write_text(text, encoding="utf-8")
+        if page_of_picture(PICTURE) != hashlib.sha256(PICTURED.read_bytes()).hexdigest():
+            take_picture(PICTURED, PICTURE)
         return 0
     with tempfile.TemporaryDirectory() as scratch:
         documents = refresh(Path(scratch))
@@ -123,6 +161,8 @@ def main() -> int:
             drawn = path.suffix in (".html", ".svg")
             if not current.is_file() or (not drawn and current.read_bytes() != path.read_bytes()):
                 stale.append(current)
+    if page_of_picture(PICTURE) != hashlib.sha256(PICTURED.read_bytes()).hexdigest():
+        stale.append(PICTURE)
     for path in stale:
         sys.stderr.write(f"{path.relative_to(ROOT)} differs from what its record says; run python reports/refresh.py\n")
     return bool(stale)

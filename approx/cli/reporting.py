@@ -14,7 +14,8 @@ _PANEL = "Measure"
 
 def add_to(app: typer.Typer) -> None:
     """Add the commands of this file to the app."""
-    command(app, _PANEL, "approx report quality.json speed.json -o report", "approx report runs/study")(report)
+    paper = "approx report runs/study --format latex --format svg"
+    command(app, _PANEL, "approx report quality.json speed.json -o report", "approx report runs/study", paper)(report)
     command(app, _PANEL, "approx compare before.json after.json", "approx compare runs/first runs/second")(compare)
 
 
@@ -28,6 +29,10 @@ def report(
     force: Annotated[
         bool, typer.Option("--force", help="Replace files of the same names that are not of a report.")
     ] = False,
+    formats: Annotated[
+        list[str] | None,
+        typer.Option("--format", help="Write also: latex (tables.tex), svg (each plot, in plots). Repeatable."),
+    ] = None,
 ) -> None:
     """Make a report from records: JSON, Markdown, CSV and one offline HTML page.
 
@@ -39,7 +44,9 @@ def report(
 
     files = [file for given in records for file in options.record_files(given)]
     folder = output or (records[0] if records[0].is_dir() else records[0].parent) / "report"
-    written = write_report(over_records([record.load(file) for file in files]), folder, force=force)
+    written = write_report(
+        over_records([record.load(file) for file in files]), folder, force=force, formats=formats or ()
+    )
     terminal.result({"files": [str(path) for path in written]}, *map(str, written))
 
 

@@ -34,6 +34,8 @@ WIDEST = 1.5
 WORTHWHILE = 1.03
 # Where the model without attention gains less than this, no mechanism is worth it.
 HARDLY = 1.1
+# The name of the plan that a search found, in its record.
+FOUND = "found"
 
 
 class Timing(Written):

@@ -18,6 +18,7 @@ from approx.pipeline.store import Executor, Stage, Store, complete
 from approx.planning.plan import Plan, seeded
 from approx.progress import Progress, silent
 from approx.publishing import sweep as tables
+from approx.publishing.plots import sweep_picture
 from approx.publishing.sweep import Cell, Results, collect, machine, same_task
 from approx.recipe import slug
 from approx_kernels.runtime.atomic_file import write_whole
@@ -180,6 +181,8 @@ def _written(grid: Grid, out: Path, found: list[Cell], computed: int) -> Swept:
     write_whole(out / "sweep.json", json.dumps(made, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
     write_whole(out / "sweep.csv", tables.comma_separated(results))
     write_whole(out / "sweep.md", tables.markdown(grid.title, grid.notice, results))
+    if (drawn := sweep_picture(results.quality)) is not None:
+        write_whole(out / "sweep.svg", drawn)
     shutil.rmtree(out / "records", ignore_errors=True)
     for name, one in _records([cell.record for cell in found if cell.record and cell.record.variants]):
         record.save(out / "records" / f"{name}.json", one.model_copy(update={"recipe": recipe}))

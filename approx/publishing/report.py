@@ -1,18 +1,23 @@
 """Make a report from records: JSON, Markdown, CSV and one offline HTML page, of one record or comparing several."""
 
+import base64
 import csv
+import hashlib
 import io
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
 from approx.errors import ApproxError, Exit
 from approx.evaluation.record import (
     BUSY,
+    FOUND,
     Checkpoint,
     Quality,
     QualityVariant,
@@ -27,7 +32,11 @@ from approx.evaluation.record import (
 from approx.publishing import wording
 from approx.publishing.plots import (
     INK,
+    alone,
     colours,
+    layers_figure,
+    lengths_figure,
+    memory_figure,
     quality_figure,
     spans_figure,
     spans_table,
@@ -39,7 +48,11 @@ from approx.publishing.summary import (
     advice,
     answers,
     apart,
+    conclude,
+    figures,
     joined,
+    next_step,
+    overview,
     recommendation,
     same_models,
     speed_groups,
@@ -65,71 +78,130 @@ _ENVIRONMENT_LABELS = {
 
 def html(records: list[Record]) -> str:
     """Render records as one offline page."""
-    return _render("page.html.j2", records, autoescape=True)
+    return _render("page.html.j2", _sections(records))
 
 
 def markdown(records: list[Record]) -> str:
     """Render records as Markdown: the same words and tables, without the plots."""
-    return _render("report.md.j2", records, autoescape=False)
+    return _render("report.md.j2", _sections(records))
 
 
-def _render(template: str, records: list[Record], autoescape: bool) -> str:
+def _sections(records: list[Record]) -> list[dict[str, Any]]:
+    reasons = apart(records)
+    several = len(records) > 1
+    return [
+        _section(record, f"r{place + 1}", several) | {"apart": reasons[place]} for place, record in enumerate(records)
+    ]
+
+
+def _render(template: str, sections: list[dict[str, Any]]) -> str:
+    here = Path(__file__).parent
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=autoescape,
+        loader=FileSystemLoader(here),
+        autoescape=template.endswith(".html.j2"),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters["cell"] = wording.cell
-    titles = [record.title for record in records]
-    title = titles[0] if len(titles) == 1 else f"{len(titles)} reports"
-    reasons = apart(records)
-    sections = [_section(record, f"r{place + 1}") | {"apart": reasons[place]} for place, record in enumerate(records)]
-    return environment.get_template(template).render(title=title, sections=sections)
+    environment.filters |= {"cell": wording.cell, "tex": _tex}
+    title = sections[0]["title"] if len(sections) == 1 else f"{len(sections)} reports"
+    # The one script of a page, which sorts its table, is named by its hash: nothing else may run.
+    script = (here / "page.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return environment.get_template(template).render(
+        title=title, sections=sections, script=Markup(script), script_hash=Markup(digest)
+    )
+
+
+def _tex(text: object) -> str:
+    """Escape text for LaTeX."""
+    named = {
+        "\\": r"\textbackslash{}",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "−": "$-$",
+        "×": r"$\times$",
+    }
+    named |= {one: f"\\{one}" for one in "&%$#_{}"} | {
+        "–": "--",
+        "…": r"\ldots{}",
+        "±": r"$\pm$",
+        "<": "$<$",
+        ">": "$>$",
+    }
+    return re.sub(r"[\\~^−×&%$#_{}–…±<>]", lambda found: named[found[0]], " ".join(str(text).split()))
 
 
 def _notice(record: Record) -> str | None:
-    parts = [] if record.notice is None else [record.notice]
-    if older := list(lacking(record).values()):
-        parts.append(
-            f"Made by an earlier version, without {', '.join(older)}: verdicts may be surer than the examples allow. "
-            "Measure again."
-        )
-    return " ".join(parts) or None
+    # What a search found is said by the conclusion, which may see it otherwise than the search.
+    searched = any(variant.name == FOUND for variant in record.variants)
+    return None if searched else record.notice
 
 
-def _section(record: Record, identity: str) -> dict[str, Any]:
-    """The content of one record's section; `identity` is the prefix of all its ids."""
-    groups = speed_groups(record.speed)
-    tasks = record.quality
+def _older(record: Record) -> str | None:
+    if not (older := list(lacking(record).values())):
+        return None
+    return (
+        f"Made by an earlier version, without {', '.join(older)}: verdicts may be surer than the examples allow. "
+        "Measure again."
+    )
+
+
+def _section(record: Record, identity: str, several: bool) -> dict[str, Any]:
+    """The content of one record's section, of several or alone; `identity` is the prefix of all its ids."""
+    groups, made = speed_groups(record.speed), conclude(record)
+    tasks, known, drawn = record.quality, colours(record), dict[str, Markup]()
+    chosen = None if made is None else made.chosen
+
+    def kept(name: str, drawing: Markup | None) -> Markup | None:
+        if drawing is not None:
+            drawn[f"{identity}-{name}" if several else name] = drawing
+        return drawing
+
+    both = _both(record, groups, tasks, identity, chosen)
+    for number, one in enumerate(both):
+        kept(f"quality-against-speed-{number}", one["figure"])
     return {
         "id": identity,
         "title": record.title,
         "notice": _notice(record),
+        "older": _older(record),
         "checkpoint": _checkpoint(record.checkpoint),
-        "colours": colours(record),
+        "colours": known,
         "recommendation": recommendation(record),
+        "next": next_step(record),
+        "chosen": chosen,
+        "figures": figures(record, chosen) if chosen else [],
+        "overview": overview(record),
         "answers": answers(record),
-        "quality": [quality_table(task) for task in tasks],
+        "quality": [
+            quality_table(task)
+            | {"lengths": kept(f"lengths-{number}", lengths_figure(task, record, f"{identity}-lengths-{number}"))}
+            for number, task in enumerate(tasks)
+        ],
         "speed": [
-            speed_table(rows, record.crossover) | {"figure": speed_figure(rows, record, f"{identity}-speed-{number}")}
+            speed_table(rows, record.crossover)
+            | {
+                "figure": kept(f"speed-{number}", speed_figure(rows, record, f"{identity}-speed-{number}")),
+                "memory": kept(f"memory-{number}", memory_figure(rows, record, f"{identity}-memory-{number}")),
+            }
             for number, rows in enumerate(groups)
         ],
-        "both": _both(record, groups, tasks, identity),
+        "both": both,
         "trainings": [
             training_table(trained)
             | {
-                "figure": training_figure(
-                    trained, colours(record).get(trained.name, INK), f"{identity}-training-{number}"
+                "figure": kept(
+                    f"training-{number}",
+                    training_figure(trained, known.get(trained.name, INK), f"{identity}-training-{number}"),
                 )
             }
             for number, trained in enumerate(record.trainings)
         ],
         "spans": {
             "rows": spans_table(record.variants),
-            "figure": spans_figure(record.variants, f"{identity}-spans"),
+            "figure": kept("spans", spans_figure(record.variants, f"{identity}-spans")),
         },
         "plans": [
             {
@@ -141,6 +213,7 @@ def _section(record: Record, identity: str) -> dict[str, Any]:
             for variant in record.variants
         ],
         "layer_errors": layer_error_table(record.variants),
+        "layers": kept("layers", layers_figure(record.variants, f"{identity}-layers")),
         "environment": [
             (_ENVIRONMENT_LABELS.get(key, key), wording.NOTHING if value is None else str(value))
             for key, value in record.environment.items()
@@ -148,18 +221,24 @@ def _section(record: Record, identity: str) -> dict[str, Any]:
         "recipe": record.recipe,
         "command": record.command,
         "seed": record.seed,
+        "drawn": drawn,
     }
 
 
-def _both(record: Record, groups: list[list[Speed]], tasks: list[Quality], identity: str) -> list[dict[str, Any]]:
-    """Plot quality against speed for each task and setting for which a variant has both."""
-    figures = []
+def _both(
+    record: Record, groups: list[list[Speed]], tasks: list[Quality], identity: str, chosen: str | None
+) -> list[dict[str, Any]]:
+    """Plot quality against speed for each task and setting for which a variant has both, those of the chosen variant first."""
+    found = []
     for number, task in enumerate(tasks):
         for place, rows in enumerate(groups):
-            drawn = quality_figure(task, rows, record, f"{identity}-both-{number}-{place}")
+            drawn = quality_figure(task, rows, record, f"{identity}-both-{number}-{place}", chosen)
             if drawn:
-                figures.append({"figure": drawn[0], "caption": drawn[1]})
-    return figures
+                open_ = (
+                    entry := variant_of(task.variants, chosen or "")
+                ) is not None and entry.verdict == "inconclusive"
+                found.append((not open_, {"figure": drawn[0], "caption": drawn[1]}))
+    return [one for _, one in sorted(found, key=lambda one: one[0])]
 
 
 def _checkpoint(checkpoint: Checkpoint) -> list[tuple[str, str]]:
@@ -360,14 +439,19 @@ _SPEED = (
     *("baseline", "role", "name", "median_ms", "p10_ms", "p90_ms", "samples", "peak_mb", "ratio", "low", "high"),
     *("share_of_ceiling", "verdict", "status", "chosen", "new_tokens", "fast_products", "plan"),
 )
+_LAYERS = ("title", "variant", "layer", "error", "captured_mass", "measured_on")
+_SPANS = ("title", "variant", "layer", "head", "span")
+_TRAINING = ("title", "name", "mode", "step", "loss", "learning_rate", "validation", "measure", "best_step")
+_LENGTHS = ("title", "task", "split", "notes", "sliced_by", "variant", "from", "to", "examples", "base", "converted")
 _TASK = {"task", "split", "metric", "examples", "subset", "truncated", "fast_products"}
 
 # The mark of a page that `write_report` made.
 _MADE = '<meta name="generator" content="approx">'
 
 
-def write_report(records: list[Record], out: Path, *, force: bool = False) -> list[Path]:
-    """Write report.json, report.md, quality.csv, speed.csv and index.html.
+def write_report(records: list[Record], out: Path, *, force: bool = False, formats: Sequence[str] = ()) -> list[Path]:
+    """Write report.json, report.md, index.html, and the data of its plots: quality.csv, speed.csv, and where there is something
+    in them lengths.csv, layers.csv, training.csv and spans.csv.
 
     The same records give the same bytes. Records of the same weights and plans share a section; no plot mixes speeds of
     different machines.
@@ -376,46 +460,117 @@ def write_report(records: list[Record], out: Path, *, force: bool = False) -> li
         records: From `approx.evaluation.record.load`, in the order to show them.
         out: Folder, created if missing. An older report in it is replaced file by file.
         force: Whether to replace files of these names that are not of a report.
+        formats: What else to write: `latex` for the tables as tables.tex, `svg` for the plots in the folder `plots`.
 
     Returns:
         The written files.
 
     Raises:
-        ApproxError: if there are no records, one is there twice, the folder holds other files of these names, or it
-            cannot be written.
+        ApproxError: if there are no records, one is there twice, a format is unknown, the folder holds other files of
+            these names, or it cannot be written.
     """
     if not records:
         raise ApproxError("A report needs records. Give at least one record file.")
+    if unknown := sorted(set(formats) - {"latex", "svg"}):
+        raise ApproxError(f"A report has no format {unknown[0]!r}. Choose from latex, svg.")
     records, out = joined(records), Path(out)
-    data = [record.to_data() for record in records]
+    data, sections = [record.to_data() for record in records], _sections(records)
+    more = {
+        "lengths.csv": _csv(_LENGTHS, [line for record in records for line in _length_lines(record)]),
+        "layers.csv": _csv(_LAYERS, [line for record in records for line in _layer_lines(record)]),
+        "training.csv": _csv(_TRAINING, [line for record in records for line in _training_lines(record)]),
+        "spans.csv": _csv(_SPANS, [line for record in records for line in _span_lines(record)]),
+    }
     files = {
         "report.json": in_lines(data[0] if len(data) == 1 else data) + "\n",
-        "report.md": markdown(records),
+        "report.md": _render("report.md.j2", sections),
         "quality.csv": quality_csv(records),
         "speed.csv": speed_csv(records),
-        "index.html": html(records),
+        **{name: text for name, text in more.items() if text.count("\n") > 1},
+        "index.html": _render("page.html.j2", sections),
     }
-    if not force:
-        _refuse_foreign([out / name for name in files])
+    if "latex" in formats:
+        files["tables.tex"] = _render("report.tex.j2", sections)
+    if "svg" in formats:
+        drawn = {name: drawing for section in sections for name, drawing in section["drawn"].items()}
+        files |= {f"plots/{name}.svg": alone(drawing) for name, drawing in drawn.items()}
+    ours = not force and _refuse_foreign(out, [out / name for name in files])
     written = []
     try:
         for name, text in files.items():
             write_whole(out / name, text)
             written.append(out / name)
+        for name in more:
+            # Of an earlier report, which had more to show.
+            if ours and name not in files:
+                (out / name).unlink(missing_ok=True)
     except OSError as error:
         raise ApproxError(f"The report cannot be written to {out}: {error.strerror}.", Exit.UNAVAILABLE) from None
     return written
 
 
-def _refuse_foreign(files: list[Path]) -> None:
-    """Raise if a file would be replaced that is not next to a page of a report."""
+def _refuse_foreign(out: Path, files: list[Path]) -> bool:
+    """Raise if a file would be replaced that is not next to a page of a report; return whether there is such a page."""
     there = [file for file in files if file.exists()]
-    page_of = files[0].parent / "index.html"
-    if there and not (page_of.is_file() and _MADE in page_of.read_text(encoding="utf-8", errors="replace")):
+    page_of = out / "index.html"
+    ours = page_of.is_file() and _MADE in page_of.read_text(encoding="utf-8", errors="replace")
+    if there and not ours:
         raise ApproxError(
             f"{there[0]} exists and is not of a report. Choose another folder, or replace it with --force.",
             Exit.REFUSED,
         )
+    return ours
+
+
+def _length_lines(record: Record) -> list[dict[str, Any]]:
+    return [
+        {
+            **task.model_dump(include={"task", "split", "sliced_by"}),
+            **part.model_dump(by_alias=True),
+            "title": record.title,
+            "notes": "; ".join(task.notes),
+            "variant": entry.name,
+        }
+        for task in record.quality
+        for entry in task.variants
+        for part in entry.slices
+    ]
+
+
+def _layer_lines(record: Record) -> list[dict[str, Any]]:
+    lines = []
+    for variant in record.variants:
+        receipt = variant.receipt or {}
+        about = {"title": record.title, "variant": variant.name, "measured_on": receipt.get("measured_on")}
+        masses = receipt.get("captured_mass") or {}
+        lines += [
+            about | {"layer": layer, "error": error, "captured_mass": masses.get(layer)}
+            for layer, error in (receipt.get("errors") or {}).items()
+        ]
+    return lines
+
+
+def _training_lines(record: Record) -> list[dict[str, Any]]:
+    return [
+        {
+            **point.to_data(),
+            **phase.model_dump(include={"mode", "measure", "best_step"}),
+            "title": record.title,
+            "name": trained.name,
+        }
+        for trained in record.trainings
+        for phase in trained.phases
+        for point in phase.curve
+    ]
+
+
+def _span_lines(record: Record) -> list[dict[str, Any]]:
+    return [
+        {"title": record.title, "variant": variant.name, "layer": layer.layer, "head": head, "span": span}
+        for variant in record.variants
+        for layer in variant.layers
+        for head, span in enumerate(layer.spans or [])
+    ]
 
 
 def _quality_lines(record: Record) -> list[dict[str, Any]]:

@@ -1,6 +1,8 @@
 """The summary of each variant: is it worth using? Everything comes from records, joined where they are of the same models."""
 
 import json
+import math
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -8,6 +10,7 @@ from typing import Any, Literal, TypeVar
 from approx.errors import ApproxError
 from approx.evaluation.record import (
     BUSY,
+    FOUND,
     HARDLY,
     Quality,
     QualityVariant,
@@ -157,6 +160,7 @@ def _join(one: Record, other: Record) -> Record:
 PAYS = ("faster", "exact out of memory")
 
 Entry = TypeVar("Entry", QualityVariant, SpeedVariant)
+Tested = tuple[Quality, QualityVariant]
 
 
 @dataclass(frozen=True)
@@ -170,23 +174,21 @@ class Figure:
 
 @dataclass(frozen=True)
 class Answer:
-    """The summary of one variant.
+    """The results of one variant in sentences.
 
     Args:
         name: Name of the variant.
         verified: Whether the conversion passed its checks.
-        figures: At most one for speed and one for each task.
-        sentences: The same results in sentences, with more detail.
+        sentences: Its speed in each setting, then each task.
     """
 
     name: str
     verified: bool
-    figures: list[Figure]
     sentences: list[str]
 
 
 def answers(record: Record) -> list[Answer]:
-    """The summary of every variant of a record."""
+    """The results of every variant of a record in sentences."""
     return [_answer(variant, record) for variant in record.variants]
 
 
@@ -245,25 +247,16 @@ def longest_input(task: Quality) -> int | None:
 
 def _answer(variant: Variant, record: Record) -> Answer:
     name = variant.name
-    figures, sentences = [], []
+    sentences = []
     groups = speed_groups(record.speed)
     groups = [rows for rows in groups if any(variant_of(row.variants, name) for row in rows)]
     for rows in groups:
         sentences.append(_speed(rows, name))
-    if groups:
-        figures.extend(_speed_figure(groups[0], name))
-    else:
+    if not groups:
         sentences.append("Its speed was not measured.")
-    tasks = [(task, entry) for task in record.quality if (entry := variant_of(task.variants, name))]
+    tasks = _tested(record, name)
     for task, entry in tasks:
-        # Evaluations of one split at several settings have labels of their own.
         alike = sum((other.task, other.split) == (task.task, task.split) for other, _ in tasks)
-        which = f", {task.split}" if sum(other.task == task.task for other, _ in tasks) > alike else ""
-        which += f", {task.details}" if alike > 1 and task.details else ""
-        value, what = wording.change(entry, task), f"{wording.units(task)} on {task.task}{which}"
-        if not wording.tested(entry):
-            value, what = "not tested", f"quality on {task.task}{which}: attention is exact on nearly all inputs"
-        figures.append(Figure(value, what, wording.tone(entry)))
         loss, verdict = wording.loss(entry, task), wording.verdict(entry, task)
         if wording.tested(entry) and entry.approximated:
             verdict += f"; attention is approximated on {wording.approximated(entry, task)}"
@@ -273,7 +266,7 @@ def _answer(variant: Variant, record: Record) -> Answer:
         sentences.append("Its quality was not measured.")
     if caveat := _beyond_quality([task for task, _ in tasks], groups):
         sentences.append(caveat)
-    return Answer(name, variant.verified, figures, sentences)
+    return Answer(name, variant.verified, sentences)
 
 
 def _speed(rows: list[Speed], name: str) -> str:
@@ -307,14 +300,148 @@ def _speed(rows: list[Speed], name: str) -> str:
     return f"On {wording.setting(rows[0])}: {'; '.join(parts) or 'not measured'}."
 
 
-def _speed_figure(rows: list[Speed], name: str) -> list[Figure]:
-    for row in reversed(rows):
-        entry = variant_of(row.variants, name)
-        if entry and (believed := row.believed(entry)).ratio is not None:
-            tone = {"faster": "good", "slower": "bad"}.get(standing(row, entry), "even")
-            label = f"the speed of exact attention at {wording.count(row.length)} tokens"
-            return [Figure(wording.times(believed.ratio), label, tone)]
-    return []
+def figures(record: Record, name: str) -> list[Figure]:
+    """The three numbers of a variant: its speed, its quality where that decides, and its share of what attention could give."""
+    found, shown = [], _timed(record, name)
+    if shown is not None:
+        row, entry = shown
+        believed = row.believed(entry)
+        tone = {"faster": "good", "slower": "bad"}.get(standing(row, entry), "even")
+        label = (
+            f"the speed of exact attention at {wording.count(row.length)} tokens ({wording.between(believed.interval)})"
+        )
+        found.append(Figure(wording.times(believed.ratio), label, tone))
+    if worst := _worst(_tested(record, name)):
+        task, entry = worst
+        if wording.tested(entry):
+            ends = wording.between(entry.interval, 1 if task.fraction else 3, wording.scale(task))
+            label = f"{wording.units(task)} on {which(task, record)} ({ends}): {entry.verdict}"
+            found.append(Figure(wording.change(entry, task), label, wording.tone(entry)))
+        else:
+            found.append(Figure("not tested", f"quality on {which(task, record)}", "even"))
+    if shown is not None and (share := shown[0].share(shown[1])) is not None and shown[0].ceiling is not None:
+        most = wording.times(shown[0].believed(shown[0].ceiling).ratio)
+        found.append(Figure(wording.percent(share), f"of the ceiling, {most} without any attention", "even"))
+    elif (start := _starts(record, name)) is not None:
+        found.append(Figure(wording.count(start), "tokens from which it pays", "even"))
+    return found
+
+
+def which(task: Quality, record: Record) -> str:
+    """The name of a task, with what tells it from others of that name in the record: its split, its settings."""
+    same = [other for other in record.quality if other.task == task.task]
+    split = f" ({task.split})" if len({other.split for other in same}) > 1 else ""
+    alike = [set(other.details.split("; ")) for other in same if other.split == task.split]
+    own = [part for part in task.details.split("; ") if part and not all(part in other for other in alike)]
+    return f"{task.task}{split}{', '.join(['', *own])}"
+
+
+@dataclass(frozen=True)
+class Overview:
+    """A variant in the table that a page begins with.
+
+    Attributes:
+        name: Its name.
+        decision: That of its advice; `exact` for a variant without a converted layer.
+        reason: That of its advice.
+        tone: Tone of the decision: good, bad or even.
+        task: The task that decides about it, in words; None if it was not scored.
+        change: Its difference there, and that as a number, larger where better.
+        interval: The interval of the difference.
+        verdict: The verdict there, and its tone.
+        ratio: Its speed at its longest settled length, and that as a number.
+        at: That length, in words.
+        standing: What that speed is called, and its tone.
+    """
+
+    name: str
+    decision: str
+    reason: str
+    tone: str
+    task: str | None
+    change: tuple[str, float | None]
+    interval: str
+    verdict: tuple[str, str]
+    ratio: tuple[str, float | None]
+    at: str
+    standing: tuple[str, str]
+
+
+_DECISIONS = {"use": "good", "not settled": "even", "stay exact": "even", "do not use": "bad"}
+
+
+def overview(record: Record) -> list[Overview]:
+    """All variants: the one that the conclusion is about, those to use, then the others, each by speed."""
+    advised = {one.name: one for one in advice(record)}
+    rows = []
+    for variant in record.variants:
+        made, worst, shown = (
+            advised.get(variant.name),
+            _worst(_tested(record, variant.name)),
+            _timed(record, variant.name),
+        )
+        task, entry = worst or (None, None)
+        change: tuple[str, float | None] = (wording.NOTHING, None)
+        interval, verdict = "", ("not measured", "even")
+        if task is not None and entry is not None:
+            sign = -1 if task.lower_is_better else 1
+            verdict = entry.verdict, wording.tone(entry)
+            if wording.tested(entry):
+                change = wording.change(entry, task), sign * entry.difference * wording.scale(task)
+                interval = wording.between(entry.interval, 1 if task.fraction else 3, wording.scale(task))
+        ratio = None if shown is None else shown[0].believed(shown[1]).ratio
+        kind = "not measured" if shown is None else standing(*shown)
+        if shown is None and any(variant_of(row.variants, variant.name) for row in record.speed):
+            kind = "not settled"
+        rows.append(
+            Overview(
+                variant.name,
+                made.decision if made else "exact",
+                made.reason if made else "no layer is converted",
+                _DECISIONS.get(made.decision if made else "", "even"),
+                None if task is None else which(task, record),
+                change,
+                interval,
+                verdict,
+                (wording.times(ratio), ratio),
+                "" if shown is None else f"{wording.count(shown[0].length)} tokens",
+                (kind, {"faster": "good", "slower": "bad"}.get(kind, "even")),
+            )
+        )
+    order = list(_DECISIONS)
+    place = {one: number for number, one in enumerate(order)}
+    about = None if (concluded := conclude(record)) is None else concluded.chosen
+
+    def rank(row: Overview) -> tuple[bool, int, float]:
+        return row.name != about, place.get(row.decision, len(order)), -(row.ratio[1] or 0.0)
+
+    return sorted(rows, key=rank)
+
+
+def _timed(record: Record, name: str) -> tuple[Speed, SpeedVariant] | None:
+    """The longest length of the first setting at which the speed of a variant is settled."""
+    for rows in speed_groups(record.speed):
+        for row in reversed(rows):
+            entry = variant_of(row.variants, name)
+            if entry is not None and row.believed(entry).ratio is not None:
+                return row, entry
+    return None
+
+
+def _worst(tasks: list[Tested]) -> Tested | None:
+    """What decides about a variant: its largest loss beyond the margin, else what is open, else its largest loss, in margins."""
+
+    def weight(one: Tested) -> tuple[int, float]:
+        task, entry = one
+        loss = (1 if task.lower_is_better else -1) * entry.difference / (entry.margin or 1e-9)
+        settled = entry.verdict in ("no loss", "loss within margin")
+        return 3 if entry.verdict == "loss beyond margin" else 0 if settled else 2 if wording.tested(entry) else 1, loss
+
+    return max(tasks, key=weight, default=None)
+
+
+def _starts(record: Record, name: str) -> int | None:
+    return next((start for rows in speed_groups(record.speed) if (start := worthwhile_from(rows, name))), None)
 
 
 def _beyond_quality(tasks: list[Quality], groups: list[list[Speed]]) -> str | None:
@@ -327,9 +454,6 @@ def _beyond_quality(tasks: list[Quality], groups: list[list[Speed]]) -> str | No
         f"Quality was measured on inputs of fewer than {wording.count(max(ends))} tokens, speed at up to "
         f"{wording.count(max(timed))}: the quality on longer inputs is unknown."
     )
-
-
-Tested = tuple[Quality, QualityVariant]
 
 
 @dataclass(frozen=True)
@@ -369,12 +493,14 @@ class Conclusion:
         best: The fastest variant to use; None for the other decisions.
         advices: The advice on every converted variant.
         ceiling: Why even attention at no cost is not worth it; empty where it is, or was not measured.
+        chosen: The variant that it is about: the best, else the most promising of those that are not settled.
     """
 
     decision: Literal["use", "stay exact", "not settled"]
     best: Advice | None
     advices: list[Advice]
     ceiling: str
+    chosen: str | None = None
 
 
 def conclude(record: Record) -> Conclusion | None:
@@ -382,31 +508,23 @@ def conclude(record: Record) -> Conclusion | None:
     advices, ceiling = advice(record), _low_ceiling(speed_groups(record.speed))
     usable = [one for one in advices if one.decision == "use"]
     if usable:
-        return Conclusion("use", max(usable, key=lambda one: one.gain), advices, ceiling)
+        best = max(usable, key=lambda one: one.gain)
+        return Conclusion("use", best, advices, ceiling, best.name)
     if not advices and not ceiling:
         return None
-    settled = all(one.decision != "not settled" for one in advices)
-    return Conclusion("stay exact" if settled else "not settled", None, advices, ceiling)
+    waiting = [one for one in advices if one.decision == "not settled"]
+    if not waiting:
+        return Conclusion("stay exact", None, advices, ceiling)
+    return Conclusion("not settled", None, advices, ceiling, _nearest(record, waiting))
 
 
 def recommendation(record: Record) -> list[str]:
-    """The first lines of a report: which variant is best, then the advice on each."""
+    """The conclusion in a sentence, then the advice on each variant, where there are several."""
     made = conclude(record)
     if made is None:
         return []
-    if not made.advices:
-        return [f"Stay exact: {made.ceiling}."]
-    if len(made.advices) == 1:
-        return [made.advices[0].sentence]
-    if made.best is not None:
-        rest = [one for one in made.advices if one is not made.best]
-        return [f"Best: {made.best.sentence}", *(one.sentence for one in rest)]
-    head = (
-        "Stay exact: no variant is both faster and good enough."
-        if made.decision == "stay exact"
-        else "Nothing is recommended yet: no variant is known to be both faster and good enough."
-    )
-    return [head, *(one.sentence for one in made.advices)]
+    rest = made.advices if len(made.advices) > 1 else []
+    return [answer(record), *(one.sentence for one in rest)]
 
 
 def answer(record: Record, settled_in: Callable[[str, int], str] = lambda name, examples: "") -> str:
@@ -432,16 +550,144 @@ def answer(record: Record, settled_in: Callable[[str, int], str] = lambda name, 
         return f"Use {name} {at}: {wording.times(made.best.gain)} the speed of exact attention, {kept}{below}."
     if made.decision == "stay exact":
         return f"Stay exact: {made.ceiling or _why_exact(record, made.advices)}."
-    name, waiting = _nearest(record, [one for one in made.advices if one.decision == "not settled"])
-    if waiting is None:
+    name = str(made.chosen)
+    open_ = _open(record, name)
+    if open_ is None:
         (one,) = (one for one in made.advices if one.name == name)
         return f"Not settled: {name}: {one.reason}."
-    task, entry = waiting
+    task, entry = open_
     needs = "no number of examples like these would settle it"
     if entry.needed_examples:
         time = settled_in(name, entry.needed_examples)
         needs = f"needs {wording.needed(entry, task)}{time and f', {time}'}"
     return f"Not settled: {name} {wording.loss(entry, task)} on {task.task} at a margin of {wording.margin(entry, task)}; {needs}."
+
+
+@dataclass(frozen=True)
+class Step:
+    """What would settle what is open.
+
+    Attributes:
+        text: What it does, in words.
+        command: The command; empty if the record does not say how its models are made.
+    """
+
+    text: str
+    command: str
+
+
+def next_step(record: Record) -> Step | None:
+    """What to run where nothing can be said; None if the record says what to do, or holds nothing converted."""
+    made = conclude(record)
+    if made is None or made.decision != "not settled":
+        return None
+    name, commands = str(made.chosen), [shlex.split(line) for line in record.command.splitlines()]
+    if (open_ := _open(record, name)) is not None:
+        return _more_examples(record, name, *open_, commands)
+    if not any(variant_of(row.variants, name) for row in record.speed):
+        return _other_command(record, commands, "evaluate", "bench", "Its speed was not measured. This does it:")
+    if not _tested(record, name):
+        return _other_command(record, commands, "bench", "evaluate", "Its quality was not measured. This does it:")
+    if _timed(record, name) is None:
+        return Step("The machine was busy. Once it is quiet, run again:", record.command)
+    # Measured, and still open: on other inputs, or on longer ones.
+    return Step("The same measurement, on inputs as long as those that were timed, would settle it.", "")
+
+
+def _more_examples(record: Record, name: str, task: Quality, entry: QualityVariant, commands: list[list[str]]) -> Step:
+    """More examples of the same kind, with the time that they take."""
+    if not entry.needed_examples:
+        return Step(f"No number of examples of {task.task} like these would settle it: choose a wider margin.", "")
+    needed = -(-entry.needed_examples // 100) * 100
+    names = [name]
+    words = next((words for words in commands if words[:2] in (["approx", one] for one in _LIMITS)), [])
+    if "examples" in task.settings and (made := _converted(record, name)):
+        # The task makes its examples, so the variant alone can be scored again.
+        settings = [
+            part
+            for key, value in (task.settings | {"examples": needed}).items()
+            for part in ("--set", f"{key}={value}")
+        ]
+        command = f"{made} && {shlex.join(['approx', 'evaluate', 'converted', '--task', task.task, *settings])}"
+    elif words and (task.subset or words[1] == "recommend"):
+        names = [name] if words[1] in ("evaluate", "recommend") else [one.name for one in record.variants]
+        option, more = _LIMITS[words[1]]
+        command = shlex.join([*_with(words, option, str(needed)), *more])
+    else:
+        command = ""
+    seconds = _scoring_seconds(record, names, task, needed)
+    time = "" if seconds is None else f", about {wording.duration(seconds)} on this machine"
+    text = f"Scoring {wording.count(needed)} examples would settle it{time}:"
+    if not command:
+        all_of = (
+            ""
+            if task.subset
+            else f" all {wording.count(task.examples)} examples of {task.split} were scored, so measure"
+        )
+        text = f"{text[:-1]};{all_of or ' measure'} on more data." if not task.subset else f"{text[:-1]}."
+    return Step(text, command)
+
+
+# Commands that score: the option for the number of examples, and where the results go.
+_LIMITS = {
+    "run": ("--limit", ["-o", "runs/more-examples"]),
+    "evaluate": ("--limit", []),
+    "search": ("--proof", ["--force"]),
+    "recommend": ("--examples", []),
+}
+
+
+def _with(words: list[str], option: str, value: str) -> list[str]:
+    """A command with an option set, in place of its earlier value."""
+    kept = [word for word in words if not word.startswith(f"{option}=")]
+    if option in kept:
+        at = kept.index(option)
+        return [*kept[: at + 1], value, *kept[at + 2 :]]
+    return [*kept, option, value]
+
+
+def _converted(record: Record, name: str) -> str:
+    """The command that converts a variant again; empty if it was trained, or is not one mechanism."""
+    (variant,) = (one for one in record.variants if one.name == name)
+    rules = {(one.mechanism, one.heads, json.dumps(one.settings, sort_keys=True)) for one in variant.layers}
+    if len(rules) != 1 or variant.runtime or any(one.name == name for one in record.trainings):
+        return ""
+    first, layers = variant.layers[0], [one.layer for one in variant.layers]
+    settings = [
+        part for key, value in first.settings.items() if value is not None for part in ("--set", f"{key}={value}")
+    ]
+    chosen = [] if len(layers) == record.checkpoint.layers else ["--layers", ",".join(map(str, layers))]
+    words = ["approx", "convert", record.checkpoint.name, "-m", first.mechanism, *settings, *chosen, "-o", "converted"]
+    return shlex.join(words) if first.heads == "all" else ""
+
+
+def _other_command(record: Record, commands: list[list[str]], had: str, wanted: str, text: str) -> Step:
+    """The command that measures what is missing, of the models of the one that was run."""
+    words = next((words for words in commands if words[:2] == ["approx", had] and len(words) > 2), None)
+    if words is None:
+        what = "bench" if wanted == "bench" else "evaluate"
+        return Step(text.replace("This does it:", f"Add '{what}' to what is run."), "")
+    against = words[words.index("--against") : words.index("--against") + 2] if "--against" in words else []
+    ends = {task.tokens.longest for task in record.quality if task.tokens}
+    more = ["--lengths", ",".join(map(str, sorted(ends)))] if wanted == "bench" else ["--task", "NAME"]
+    return Step(
+        text, shlex.join(["approx", wanted, words[2], *against, *(more if wanted == "evaluate" or ends else [])])
+    )
+
+
+def _scoring_seconds(record: Record, names: list[str], task: Quality, examples: int) -> float | None:
+    """The time to score examples with the base and some variants, by their speeds at the nearest measured length."""
+    if not record.speed or task.tokens is None or task.measures == "generation":
+        return None
+    tokens = task.tokens.median
+    row = min(record.speed, key=lambda row: abs(row.length - tokens))
+    times = [row.base.median_ms, *(one.median_ms for one in row.variants if one.name in names)]
+    known = [one for one in times if one is not None]
+    if row.mode != "forward" or len(known) < 2:
+        return None
+    # Variants without a time take as long as the others, on average.
+    total = sum(known) * (len(names) + 1) / len(known)
+    return examples * total / row.batch * (tokens / row.length) / 1000
 
 
 def _tested(record: Record, name: str) -> list[Tested]:
@@ -470,18 +716,30 @@ def _why_exact(record: Record, advices: list[Advice]) -> str:
     )
 
 
-def _nearest(record: Record, waiting: list[Advice]) -> tuple[str, Tested | None]:
-    """Of the variants that are not settled the one that the fewest examples would settle, and where; or the first."""
-    open_ = [
-        (entry.needed_examples or float("inf"), one.name, (task, entry))
-        for one in waiting
-        for task, entry in _tested(record, one.name)
-        if entry.verdict == "inconclusive"
-    ]
-    if not open_:
-        return waiting[0].name, None
-    _, name, found = min(open_, key=lambda one: one[0])
-    return name, found
+def _open(record: Record, name: str) -> Tested | None:
+    """The inconclusive task of a variant that takes the most examples to settle; None if there is none."""
+    tasks = [one for one in _tested(record, name) if one[1].verdict == "inconclusive"]
+    # A single example or group says nothing, not even how many would.
+    tasks = [one for one in tasks if one[1].interval is not None] or tasks
+    return max(tasks, key=lambda one: one[1].needed_examples or math.inf, default=None)
+
+
+def _nearest(record: Record, waiting: list[Advice]) -> str:
+    """Of the variants that are not settled the most promising: faster, within the margin so far, settled by the fewest examples.
+
+    What a search found comes first, since the page is about it.
+    """
+
+    def promise(one: Advice) -> tuple[bool, bool, bool, float]:
+        worst, open_ = _worst(_tested(record, one.name)), _open(record, one.name)
+        lost = True
+        if worst is not None:
+            task, entry = worst
+            lost = (1 if task.lower_is_better else -1) * entry.difference > (entry.margin or 0.0)
+        needed = math.inf if open_ is None else open_[1].needed_examples or math.inf
+        return one.name != FOUND, _starts(record, one.name) is None, lost, needed
+
+    return min(waiting, key=promise).name
 
 
 def _low_ceiling(groups: list[list[Speed]]) -> str:
@@ -500,7 +758,7 @@ def _low_ceiling(groups: list[list[Speed]]) -> str:
 
 def _advice(variant: Variant, record: Record) -> Advice:
     name = variant.name
-    tasks = [(task, entry) for task in record.quality if (entry := variant_of(task.variants, name))]
+    tasks = _tested(record, name)
     groups = [rows for rows in speed_groups(record.speed) if any(variant_of(row.variants, name) for row in rows)]
     lost = [(task, entry) for task, entry in tasks if entry.verdict == "loss beyond margin"]
     if lost:
@@ -543,14 +801,16 @@ def _unknown_quality(tasks: list[Tested], starts: list[tuple[list[Speed], int]])
     """What is not known of its quality; empty if it is settled."""
     if not tasks:
         return "its quality was not measured"
-    for task, entry in tasks:
+    for task, _ in tasks:
         if task.base.at_chance:
             return (
                 f"exact attention itself scores no better than chance on {task.task} "
                 f"({wording.score(task.chance, task)}), so no loss could show"
             )
-        if entry.verdict not in ("no loss", "loss within margin"):
-            return f"its quality on {task.task} is {wording.verdict(entry, task)}"
+    unknown = [one for one in tasks if one[1].verdict not in ("no loss", "loss within margin")]
+    if unknown:
+        task, entry = max(unknown, key=lambda one: (one[1].verdict == "inconclusive", one[1].needed_examples or 0))
+        return f"its quality on {task.task} is {wording.verdict(entry, task)}"
     ends = [longest_input(task) for task, _ in tasks]
     known = [end for end in ends if end is not None]
     if starts and len(known) == len(ends) and max(known) <= min(start for _, start in starts):

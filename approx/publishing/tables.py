@@ -60,6 +60,8 @@ def quality_table(task: Quality) -> dict[str, Any]:
         "slices": _slices(task),
         "sliced_by": task.sliced_by or "tokens",
         "slice_metric": task.slice_metric or metric,
+        "tokens": task.tokens
+        and f"{wording.count(task.tokens.median)} tokens at the median, {wording.count(task.tokens.longest)} at most",
     }
 
 

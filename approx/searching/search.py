@@ -29,7 +29,7 @@ from approx.evaluation.evaluate import default_folder, fingerprint, predict
 from approx.evaluation.inputs import Coverage, Prepared, coverage
 from approx.evaluation.options import BASE
 from approx.evaluation.quality import compare, label_order
-from approx.evaluation.record import Quality, Speed, Tokens
+from approx.evaluation.record import FOUND, Quality, Speed, Tokens
 from approx.evaluation.statistics import Stake, score_interval
 from approx.finetuning.divergence import of_layers
 from approx.finetuning.finetune import Preparation, finetune, measure_of
@@ -62,7 +62,6 @@ from approx.tasks.task import Task
 from approx.validation import first_mistake
 from approx_kernels.runtime.atomic_file import atomic_file, write_whole
 
-FOUND = "found"
 _ROUNDS = 12
 
 

@@ -38,7 +38,7 @@ def test_quality_and_speed_of_the_same_models_are_one_answer_in_either_order(hal
         assert {entry.name for row in made.speed for entry in row.variants} <= named
         assert {entry.name for task in made.quality for entry in task.variants} <= named
         assert {entry.name for entry in made.crossover} <= named
-        assert "Quality against speed" in html([made])
+        assert "a ring marks" in html([made])
         assert not any("was not measured" in line for line in recommendation(made)[:1])
     # What the two halves say together is what one record with both says.
     assert recommendation(joined((quality, speed))[0]) == recommendation(record_of(record))

@@ -65,7 +65,7 @@ def test_markup_in_a_name_is_text_in_the_markdown(record):
 def test_a_drawing_takes_the_colours_and_ids_of_its_page(record):
     shown = report.html([record_of(record)])
     (first, *_) = re.findall(r"<svg.*?</svg>", shown, flags=re.DOTALL)
-    assert 'viewBox="0 0 352.8 302.4"' in first
+    assert 'viewBox="0 0 374.4 288"' in first
     assert "currentColor" in first
     assert "var(--faint)" in first
     assert "#010203" not in shown
@@ -78,9 +78,9 @@ def test_a_drawing_takes_the_colours_and_ids_of_its_page(record):
     assert set(used) <= set(ids)
 
 
-def test_the_first_plot_comes_before_the_sentences_and_only_once(record):
+def test_a_page_begins_with_the_answer_its_figures_and_one_plot(record):
     shown = report.html([record_of(record)])
-    assert shown.index('class="advice"') < shown.index("<svg") < shown.index('class="answers"')
+    assert shown.index('class="advice"') < shown.index('class="figures"') < shown.index("<svg") < shown.index("<table")
     assert shown.count('id="r1-both-0-0-figure_1"') == 1
     # On a narrow screen every figure of a row has its name.
     assert 'data-label="difference"' in shown
@@ -95,4 +95,4 @@ def test_speeds_that_are_not_settled_have_no_empty_plot(record):
     record["speed"] = record["speed"][:3]
     shown = report.html([record_of(record)])
     assert "No ratio is settled, so there is no plot." in shown
-    assert "<svg" not in shown
+    assert "Speed relative to exact attention" not in shown

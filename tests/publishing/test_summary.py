@@ -5,7 +5,7 @@ import copy
 import pytest
 
 from approx.evaluation.record import Quality
-from approx.publishing.summary import Figure, answers, longest_input
+from approx.publishing.summary import Figure, answers, figures, longest_input
 from typed import part_of, record_of
 
 
@@ -44,8 +44,7 @@ def test_a_loss_has_the_tone_of_its_verdict(measured, verdict, tone):
     (task,) = measured["quality"]
     entry = task["variants"][0]
     entry["verdict"] = verdict
-    (answer,) = (answer for answer in answers(record_of(measured)) if answer.name == entry["name"])
-    (figure,) = (figure for figure in answer.figures if "the speed" not in figure.label)
+    (figure,) = (one for one in figures(record_of(measured), entry["name"]) if "accuracy" in one.label)
     assert figure.tone == tone
 
 
@@ -60,24 +59,23 @@ def test_a_loss_has_the_tone_of_its_verdict(measured, verdict, tone):
 def test_shows_the_speed_of_the_longest_row_in_the_tone_of_its_verdict(measured, interval, verdict, tone):
     name = measured["speed"][-1]["variants"][0]["name"]
     measured["speed"][-1]["variants"][0] |= {"ratio": 1.5, "interval": interval, "verdict": verdict}
-    (answer,) = (answer for answer in answers(record_of(measured)) if answer.name == name)
-    assert (answer.figures[0].value, answer.figures[0].tone) == ("1.50×", tone)
-    assert answer.figures[0].label == "the speed of exact attention at 512 tokens"
+    first, *_ = figures(record_of(measured), name)
+    assert (first.value, first.tone) == ("1.50×", tone)
+    assert first.label.startswith("the speed of exact attention at 512 tokens (")
 
 
-def test_the_figures_of_a_variant_are_its_speed_and_each_task(record):
-    by_name = {answer.name: answer for answer in answers(record_of(record))}
-    assert by_name["clustered 25"].figures == [
-        Figure("1.80×", "the speed of exact attention at 2,048 tokens", "good"),
-        Figure("−0.3", "points of accuracy on glue/sst2", "even"),
-        Figure("+1.2", "points of f1 on glue/mrpc", "even"),
+def test_the_figures_of_a_variant_are_its_speed_its_quality_and_its_share_of_the_ceiling(record):
+    made = record_of(record)
+    assert figures(made, "clustered 25") == [
+        Figure("1.80×", "the speed of exact attention at 2,048 tokens (1.75 to 1.86)", "good"),
+        Figure("+1.2", "points of f1 on glue/mrpc (−1.0 to 3.0): inconclusive", "even"),
+        Figure("78 %", "of the ceiling, 2.30× without any attention", "even"),
     ]
     # Its longest lengths are out of memory.
-    assert by_name["local <128> $x$"].figures[0] == Figure(
-        "1.34×", "the speed of exact attention at 1,024 tokens", "good"
-    )
-    assert by_name["reservoir"].figures == []
-    assert [answer.verified for answer in by_name.values()] == [True, True, False, True, True]
+    first, *_ = figures(made, "local <128> $x$")
+    assert first == Figure("1.34×", "the speed of exact attention at 1,024 tokens (1.30 to 1.38)", "good")
+    assert figures(made, "reservoir") == []
+    assert [answer.verified for answer in answers(made)] == [True, True, False, True, True]
 
 
 def test_a_variant_without_a_ratio_gets_no_advice(measured):
@@ -94,7 +92,7 @@ def test_each_setting_has_a_sentence_and_the_first_has_the_figure(measured):
         "On CPU, float32, 2 threads, batch 1",
         "On CPU, float32, 2 threads, batch 8",
     ]
-    assert [figure.value for figure in answer.figures] == ["1.13×", "−38.6"]
+    assert [figure.value for figure in figures(record_of(measured), "linear")] == ["1.13×", "−38.6", "94 %"]
 
 
 def test_the_longest_input_is_known_where_slices_are_by_length_or_tokens_were_counted(measured):

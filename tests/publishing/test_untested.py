@@ -8,7 +8,7 @@ from approx.evaluation.record import Quality, QualityVariant
 from approx.publishing import wording
 from approx.publishing.plots import quality_figure
 from approx.publishing.report import write_report
-from approx.publishing.summary import answers
+from approx.publishing.summary import answers, figures
 from approx.publishing.tables import quality_table
 from typed import part_of, record_of
 
@@ -41,7 +41,7 @@ def test_figure_and_colour_are_neutral(untested):
     made = record_of(untested)
     (table, _), (answer, other, *_) = map(quality_table, made.quality), answers(made)
     assert [row["tone"] for row in table["rows"]] == ["even", "even", "bad", "even"]
-    assert [(figure.value, figure.tone) for figure in answer.figures[1:]] == [("not tested", "even")]
+    assert [(one.value, one.tone) for one in figures(made, answer.name)[1:2]] == [("not tested", "even")]
     assert f"on glue/sst2 (dev): {VERDICT}." in " ".join(answer.sentences)
     assert "no loss" not in " ".join(answer.sentences)
     assert "attention is approximated on 25 % of inputs, 12 % of pairs." in " ".join(other.sentences)

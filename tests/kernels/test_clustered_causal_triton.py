@@ -3,6 +3,7 @@
 Under Triton's interpreter, which takes seconds for a few dozen tokens, or on a GPU where there is one.
 """
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,21 +11,15 @@ import torch
 from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
+import triton_cases
 from approx_kernels.ops.clustered import triton_causal_far
 from approx_kernels.ops.clustered.api import causal_clustered_attention
 from approx_kernels.ops.clustering.api import draw_centroids
-from closeness import assert_close
+from triton_cases import DEVICE, ON_DEVICE, draw, multiplies_bfloat16, spoilt
 
 pytest.importorskip("triton")
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
-
-
-def draw(length, keys, *, size=16, values=16, heads=1, batch=1, dtype=torch.float32):
-    # Heads of a token are contiguous in memory, as in a model.
-    shapes = (length, size), (keys, size), (keys, values)
-    return [torch.randn(batch, n, heads, d).to(DEVICE, dtype).transpose(1, 2) for n, d in shapes]
+pytestmark = ON_DEVICE
 
 
 def settings(size=16, *, heads=1, clusters=3, chunk=8, topk: int | None = 3) -> dict[str, Any]:
@@ -32,36 +27,16 @@ def settings(size=16, *, heads=1, clusters=3, chunk=8, topk: int | None = 3) -> 
     return {"centroids": centroids, "selectors": selectors, "chunk": chunk, "topk": topk, "scale": 0.3}
 
 
-def run(tensors, impl, key_mask=None, grad=None, **how):
-    """Outputs and the gradients in q, k and v."""
-    leaves = [x.detach().clone().requires_grad_() for x in tensors]
-    out = causal_clustered_attention(*leaves, key_mask=key_mask, impl=impl, **how)
-    if grad is None:
-        grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.device)
-    return [out, *torch.autograd.grad(out, leaves, grad.to(out.dtype).expand_as(out))]
-
-
-def check(tensors, *arguments, **how):
-    wide = run([x.double() for x in tensors], "reference", *arguments, **how)
-    plain, computed = (run(tensors, impl, *arguments, **how) for impl in ("reference", "triton"))
-    for name, *each in zip(("out", "dq", "dk", "dv"), computed, plain, wide, strict=True):
-        # Sums chunk by chunk round a little differently from one sum.
-        assert_close(name, *each, factor=4.0)
+run = partial(triton_cases.run, causal_clustered_attention)
+# Sums chunk by chunk round a little differently from one sum.
+check = partial(triton_cases.check, causal_clustered_attention, factor=4.0)
 
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
     """Fill the outputs of kernels with NaN and arbitrary numbers before they run."""
-
-    def spoilt(make):
-        def made(*arguments, **how):
-            x = make(*arguments, **how)
-            return x.fill_(torch.nan if x.is_floating_point() else 77)
-
-        return made
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", spoilt(torch.Tensor.new_empty))
-    monkeypatch.setattr(torch, "empty_like", spoilt(torch.empty_like))
+    monkeypatch.setattr(torch.Tensor, "new_empty", spoilt(torch.Tensor.new_empty, 77))
+    monkeypatch.setattr(torch, "empty_like", spoilt(torch.empty_like, 77))
 
 
 @pytest.mark.slow
@@ -134,7 +109,7 @@ def test_padding_is_not_read(length):
     tensors, real = draw(13, 13, batch=4), mask(13)
     for x in tensors:
         x.masked_fill_(~real[:, None, :, None], torch.nan)
-    computed = run([tensors[0][:, :, -length:], *tensors[1:]], "triton", real, **settings(chunk=5))
+    computed = run([tensors[0][:, :, -length:], *tensors[1:]], real, **settings(chunk=5))
     assert all(torch.isfinite(x).all() for x in computed)
 
 
@@ -158,7 +133,7 @@ def test_half_precision():
     check(draw(29, 29, size=32, values=32, dtype=torch.float16), **settings(32))
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter cannot multiply bfloat16")
+@multiplies_bfloat16
 def test_bfloat16():
     check(draw(1100, 1100, size=64, values=64, dtype=torch.bfloat16), **settings(64, clusters=25, chunk=256, topk=None))
 
@@ -167,11 +142,11 @@ def test_bfloat16():
 def test_the_future_changes_no_bit_and_has_no_gradient():
     tensors, grad = draw(30, 30), torch.randn(1, 1, 30, 16, device=DEVICE)
     grad[:, :, 19:] = 0
-    first, *grads = run(tensors, "triton", None, grad, **settings())
+    first, *grads = run(tensors, grad=grad, **settings())
     assert all(x[:, :, 19:].eq(0).all() for x in grads)
     for x in tensors:
         x[:, :, 19:] *= 100
-    changed, *_ = run(tensors, "triton", None, grad, **settings())
+    changed, *_ = run(tensors, grad=grad, **settings())
     assert torch.equal(first[:, :, :19], changed[:, :, :19])
     assert not torch.equal(first[:, :, 19:], changed[:, :, 19:])
 
@@ -180,7 +155,7 @@ def test_the_future_changes_no_bit_and_has_no_gradient():
 def test_neighbours_change_no_bit():
     tensors = draw(21, 21, batch=3)
     computed, alone = (
-        run(x, "triton", None, torch.ones(1, device=DEVICE), **settings()) for x in (tensors, [x[1:2] for x in tensors])
+        run(x, grad=torch.ones(1, device=DEVICE), **settings()) for x in (tensors, [x[1:2] for x in tensors])
     )
     for each, single in zip(computed, alone, strict=True):
         assert torch.equal(each[1:2], single)
@@ -188,15 +163,7 @@ def test_neighbours_change_no_bit():
 
 @pytest.mark.slow
 def test_strides_do_not_matter():
-    q, k, v = draw(20, 20)
-    odd = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k)]
-    spread = v.repeat(1, 1, 2, 1)[:, :, ::2]
-    expected = run((q, k, spread.contiguous()), "triton", None, torch.ones(1, device=DEVICE), **settings())
-    leaves = [x.requires_grad_() for x in (*odd, spread)]
-    out = causal_clustered_attention(*leaves, impl="triton", **settings())
-    # The gradient of a sum is an expanded scalar.
-    computed = [out, *torch.autograd.grad(out.sum(), leaves)]
-    assert all(torch.equal(*each) for each in zip(computed, expected, strict=True))
+    triton_cases.check_strides(causal_clustered_attention, **settings())
 
 
 @pytest.mark.slow
@@ -213,17 +180,9 @@ def test_operators_pass_opcheck(topk):
 @pytest.mark.slow
 @pytest.mark.parametrize("masked", [False, True], ids=["all real", "masked"])
 def test_it_compiles_without_a_break(masked):
-    q, k, v = (x.requires_grad_() for x in draw(10, 10, batch=2))
-    real, how = mask(10)[1:3] if masked else None, settings(chunk=5, topk=2)
-
-    def attend(q, k, v):
-        return causal_clustered_attention(q, k, v, real, impl="triton", **how)
-
-    out = torch.compile(attend, fullgraph=True, backend="aot_eager")(q, k, v)
-    expected = attend(q, k, v)
-    assert torch.equal(out, expected)
-    grads = [torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, expected)]
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    real = mask(10)[1:3] if masked else None
+    how = settings(chunk=5, topk=2)
+    triton_cases.check_compiles(causal_clustered_attention, draw(10, 10, batch=2), real, **how)
 
 
 @pytest.mark.sample(0)

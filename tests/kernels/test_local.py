@@ -1,4 +1,4 @@
-"""Local attention: how the work is cut cannot matter."""
+"""Local attention equals dense attention under its mask, however the work is cut."""
 
 import pytest
 import torch
@@ -9,25 +9,32 @@ from approx_kernels.dispatch.implementation import chosen
 from approx_kernels.ops.patterns import reference
 from approx_kernels.ops.patterns.api import local_attention
 from c_sources import needs_compiler
-from closeness import assert_close
+from closeness import assert_close, at_real_queries
 
 
-@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (63, 63), (129, 129), (17, 129), (129, 17)])
+def shown(queries, keys, mask, left, right):
+    """Which keys each query sees, [B or 1, 1, L, S]."""
+    away = torch.arange(keys) - torch.arange(keys - queries, keys)[:, None]
+    seen = ((away >= -left) & (away <= right))[None, None]
+    return seen if mask is None else seen & mask[:, None, None]
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (64, 64), (129, 129), (17, 129), (129, 17)])
+@pytest.mark.parametrize(("left", "right"), [(0, 0), (9, 4), (0, 5), (70, 20), (500, 500)])
 @pytest.mark.parametrize("masked", [False, True], ids=["all real", "masked"])
-def test_blocks_change_nothing(monkeypatch, queries, keys, masked):
-    q = torch.randn(2, 3, queries, 24, requires_grad=True)
-    k = torch.randn(2, 3, keys, 24, requires_grad=True)
-    v = torch.randn(2, 3, keys, 16, requires_grad=True)
-    grad = torch.randn(2, 3, queries, 16)
-    mask = torch.rand(2, keys) < 0.7 if masked else None
-    results = []
-    for block in (1000, 64, 5):
+def test_it_is_dense_attention_under_its_mask_however_it_is_cut(monkeypatch, queries, keys, left, right, masked):
+    q, k, v = inputs = [torch.randn(2, 3, n, 8).double().requires_grad_() for n in (queries, keys, keys)]
+    mask, grad = torch.rand(2, keys) < 0.7 if masked else None, torch.randn(2, 3, queries, 8).double()
+    seen = shown(queries, keys, mask, left, right)
+    dense = ((0.3 * q @ k.mT).masked_fill(~seen, -1e30).softmax(-1) * seen) @ v
+    expected = at_real_queries(dense, mask)
+    wanted = torch.autograd.grad(expected, inputs, grad)
+    for block in (64, 5):
         monkeypatch.setattr(reference, "_BLOCK", block)
-        out = local_attention(q, k, v, mask, left=9, right=4, scale=0.3, impl="reference")
-        results.append((out, *torch.autograd.grad(out, (q, k, v), grad)))
-    for other in results[1:]:
-        for one, two in zip(results[0], other, strict=True):
-            torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-5)
+        out = local_attention(q, k, v, mask, left=left, right=right, scale=0.3, impl="reference")
+        out = at_real_queries(out, mask)
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(torch.autograd.grad(out, inputs, grad), wanted)
 
 
 def test_the_window_is_inclusive_on_both_sides():
@@ -78,10 +85,8 @@ def test_c_equals_the_reference(dtype, kind, queries, keys, left, right, size, v
 
 def uncancelled(q, k, v, grad, mask, left, right):
     """Root mean squares of the gradients of queries and keys as they would be if no term cancelled another."""
-    away = torch.arange(k.shape[2]) - torch.arange(q.shape[2])[:, None] - (k.shape[2] - q.shape[2])
-    shown = (away >= -left) & (away <= right)
-    shown = shown if mask is None else shown & mask[:, None, None]
-    weights = (0.3 * q @ k.mT).masked_fill(~shown, -torch.inf).softmax(-1).nan_to_num()
+    seen = shown(q.shape[2], k.shape[2], mask, left, right)
+    weights = (0.3 * q @ k.mT).masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num()
     changes = grad.square() @ v.square().mT
     terms = (0.3 * weights).square() * (changes + (weights * changes).sum(-1, keepdim=True))
     return {"q": (terms @ k.square()).mean().sqrt(), "k": (terms.mT @ q.square()).mean().sqrt()}

@@ -3,6 +3,7 @@
 Under Triton's interpreter, which takes a second for a few dozen tokens, or on a GPU where there is one.
 """
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,49 +11,37 @@ import torch
 from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
+import triton_cases
 from approx_kernels.dispatch.implementation import chosen
 from approx_kernels.ops.linear import triton as cutting
 from approx_kernels.ops.performer import triton as launching
 from approx_kernels.ops.performer import triton_launches as launches
 from approx_kernels.ops.performer.api import draw_projection, performer_attention, performer_decode
 from closeness import assert_close, at_real_queries
+from triton_cases import DEVICE, ON_DEVICE, by_direction, draw, multiplies_bfloat16, spoilt
 
 pytest.importorskip("triton")
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
-CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+pytestmark = ON_DEVICE
 KERNEL = pytest.mark.parametrize("kernel", ["softmax", "relu"])
-
-
-def draw(length, keys, *, size=16, values=16, heads=1, batch=1, dtype=torch.float32) -> Any:
-    # Heads of a token are contiguous in memory, as in a model.
-    shapes = (length, size), (keys, size), (keys, values)
-    return [torch.randn(batch, n, heads, d).to(DEVICE, dtype).transpose(1, 2) for n, d in shapes]
 
 
 def projection(size, features=24):
     return draw_projection(size, features=features, orthogonal=True, seed=0).to(DEVICE)
 
 
-def attend(q, k, v, key_mask=None, *, impl="triton", features=24, rows=None, **how):
+def attend(q, k, v, key_mask=None, *, impl: Any = "triton", features=24, rows=None, **how):
     rows = projection(q.shape[3], features) if rows is None else rows
-    return performer_attention(q, k, v, key_mask, projection=rows, scale=0.25, impl=impl, **how)
+    out = performer_attention(q, k, v, key_mask, projection=rows, scale=0.25, impl=impl, **how)
+    return at_real_queries(out, key_mask)
 
 
-def run(tensors, key_mask, impl, **how):
-    leaves = [x.detach().clone().requires_grad_() for x in tensors]
-    out = at_real_queries(attend(*leaves, key_mask=key_mask, impl=impl, **how), key_mask)
-    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
-    return [out, *torch.autograd.grad(out, leaves, grad.to(out.device, out.dtype))]
+run = partial(triton_cases.run, attend)
 
 
 def check(tensors, key_mask=None, factor=4.0, **how):
-    wide = run([x.double() for x in tensors], key_mask, "reference", **how)
-    plain, computed = (run(tensors, key_mask, impl, **how) for impl in ("reference", "triton"))
-    for name, *each in zip(("out", "dq", "dk", "dv"), computed, plain, wide, strict=True):
-        # Sums over tiles round differently from a single sum.
-        assert_close(name, *each, factor=factor)
+    # Sums over tiles round differently from a single sum.
+    triton_cases.check(attend, tensors, key_mask, factor=factor, **how)
 
 
 def mask(keys):
@@ -74,27 +63,22 @@ def risen(length, *steps):
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
     """Fill outputs, sums and saved tensors with NaN before kernels run; a few tokens have several segments."""
-    made, fake = launches.empty, (launching._fake_forward, launching._fake_backward)
-    monkeypatch.setattr(launches, "empty", lambda *arguments: made(*arguments).fill_(torch.nan))
-    for each in fake:
-        monkeypatch.setattr(launching, each.__name__, _full(each))
+    monkeypatch.setattr(launches, "empty", spoilt(launches.empty))
+    for name in ("_fake_forward", "_fake_backward"):
+        monkeypatch.setattr(launching, name, spoilt(getattr(launching, name), -9))
     monkeypatch.setattr(cutting, "LEAST", 64)
-
-
-def _full(make):
-    return lambda *arguments: tuple(x.fill_(torch.nan if x.is_floating_point() else -9) for x in make(*arguments))
 
 
 @pytest.mark.slow
 @KERNEL
-@CAUSAL
+@by_direction
 @pytest.mark.parametrize(("length", "keys"), [(37, 37), (1, 100), (20, 150), (70, 37)])
 def test_lengths(kernel, causal, length, keys):
     check(draw(length, keys, values=32), kernel=kernel, causal=causal)
 
 
 @KERNEL
-@CAUSAL
+@by_direction
 @pytest.mark.sample(1)
 def test_key_masks(kernel, causal):
     check(draw(45, 45, batch=3), mask(45), kernel=kernel, causal=causal)
@@ -106,7 +90,7 @@ def of_each_head(heads, size=16, features=24) -> dict[str, Any]:
     return {"rows": rows.to(DEVICE), "offsets": torch.randn(heads, features).to(DEVICE)}
 
 
-@CAUSAL
+@by_direction
 @pytest.mark.sample(1)
 def test_rows_and_weights_of_each_head(causal):
     per_head = of_each_head(2)
@@ -136,27 +120,27 @@ def test_head_sizes(size, values):
 
 
 @pytest.mark.slow
-@CAUSAL
+@by_direction
 @pytest.mark.parametrize("features", [1, 16, 50])
 def test_numbers_of_features(causal, features):
     check(draw(20, 37, heads=2), causal=causal, features=features)
 
 
-@CAUSAL
+@by_direction
 @pytest.mark.sample(1)
 def test_half_precision(causal):
     check(draw(70, 70, dtype=torch.float16), causal=causal)
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter cannot multiply bfloat16")
+@multiplies_bfloat16
 @KERNEL
-@CAUSAL
+@by_direction
 def test_bfloat16(kernel, causal):
     check(draw(300, 300, size=64, dtype=torch.bfloat16), kernel=kernel, causal=causal, features=256)
 
 
 @pytest.mark.slow
-@CAUSAL
+@by_direction
 @pytest.mark.parametrize(("size", "dtype"), [(80, torch.float16), (128, torch.float16), (80, torch.float32)], ids=str)
 def test_tiles_of_other_heads(causal, size, dtype):
     check(draw(40, 40, size=size, dtype=dtype), causal=causal)
@@ -217,13 +201,13 @@ def test_later_keys_change_no_bit_of_a_query(kernel, past, future, cut):
 
 
 @pytest.mark.slow
-@CAUSAL
+@by_direction
 def test_large_inputs_overflow_nothing(causal):
     tensors = [x * 60 for x in draw(37, 37)]
-    assert all(torch.isfinite(x).all() for x in run(tensors, None, "triton", causal=causal))
+    assert all(torch.isfinite(x).all() for x in run(tensors, causal=causal))
 
 
-@CAUSAL
+@by_direction
 @pytest.mark.sample(0)
 def test_masked_keys_and_values_are_not_read(causal):
     q, k, v = draw(45, 45, batch=3)
@@ -236,21 +220,16 @@ def test_masked_keys_and_values_are_not_read(causal):
     assert all((x[0, 0, 1::3] == 0).all() for x in computed[2:])
 
 
-@CAUSAL
+@by_direction
 @pytest.mark.sample(1)
 def test_strides_do_not_matter(causal):
-    q, k, v = draw(37, 37, heads=2)
-    odd = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k)]
-    spread = v.repeat(1, 1, 2, 1)[:, :, ::2]
-    assert torch.equal(attend(odd[0], odd[1], spread, causal=causal), attend(q, k, spread.contiguous(), causal=causal))
+    triton_cases.check_strides(attend, heads=2, causal=causal)
 
 
 @pytest.mark.slow
-@CAUSAL
+@by_direction
 def test_it_repeats_bit_by_bit(causal):
-    tensors = draw(70, 70, dtype=torch.float16)
-    one, two = (run(tensors, None, "triton", causal=causal) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+    triton_cases.check_repeats(attend, length=70, causal=causal)
 
 
 @pytest.mark.parametrize(("kernel", "causal", "whole"), [("softmax", True, True), ("relu", False, False)])
@@ -263,15 +242,8 @@ def test_the_operator_passes_opcheck(kernel, causal, whole):
 @pytest.mark.slow
 @KERNEL
 def test_it_compiles_without_a_break(kernel):
-    leaves, real, rows = [x.requires_grad_() for x in draw(37, 37, batch=3)], mask(37), projection(16)
-
-    def call(q, k, v):
-        return attend(q, k, v, real, rows=rows, kernel=kernel, causal=True)
-
-    out, expected = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=False)(*leaves), call(*leaves)
-    assert torch.equal(out, expected)
-    grads = [torch.autograd.grad(x.square().sum(), leaves) for x in (out, expected)]
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    how = {"rows": projection(16), "kernel": kernel, "causal": True}
+    triton_cases.check_compiles(attend, draw(37, 37, batch=3), mask(37), **how)
 
 
 @pytest.mark.sample(0)

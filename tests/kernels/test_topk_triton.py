@@ -3,6 +3,9 @@
 Under Triton's interpreter, which takes a second for a few dozen tokens, or on a GPU where there is one.
 """
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,64 +13,39 @@ from hypothesis import strategies as st
 from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
+import triton_cases
 from approx_kernels.gpu.launch import Configuration
 from approx_kernels.ops.topk import triton_launches
 from approx_kernels.ops.topk.api import topk_attention
 from approx_kernels.ops.topk.triton import topk_forward
 from approx_kernels.ops.topk.triton_launches import Launches
-from closeness import assert_close, at_real_queries
+from closeness import at_real_queries
+from triton_cases import DEVICE, HALF, ON_DEVICE, by_direction, draw, spoilt
 
 pytest.importorskip("triton")
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Triton's interpreter cannot multiply bfloat16.
-HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
-pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+pytestmark = ON_DEVICE
 
 
-def draw(length, keys, *, size=16, values=16, heads=1, batch=1, dtype=torch.float32):
-    # Heads of a token are contiguous in memory, as in a model.
-    shapes = (length, size), (keys, size), (keys, values)
-    return [torch.randn(batch, n, heads, d).to(DEVICE, dtype).transpose(1, 2) for n, d in shapes]
-
-
-def attend(q, k, v, key_mask=None, *, topk=4, causal=False, impl="triton", **how):
+def attend(q, k, v, key_mask=None, *, topk=4, causal=False, impl: Any = "triton", **how):
     return topk_attention(q, k, v, key_mask, topk=topk, causal=causal, scale=0.3, impl=impl, **how)
 
 
-def run(tensors, impl, key_mask=None, **how):
-    """Outputs and the gradients in q, k and v."""
-    leaves = [x.detach().clone().requires_grad_() for x in tensors]
-    out = at_real_queries(attend(*leaves, key_mask=key_mask, impl=impl, **how), key_mask)
-    generator = torch.Generator().manual_seed(1)
-    grad = torch.randn(out.shape, generator=generator).to(out.device, out.dtype)
-    return [out, *torch.autograd.grad(out, leaves, grad)]
+def at_real(*tensors, key_mask=None, **how):
+    return at_real_queries(attend(*tensors, key_mask=key_mask, **how), key_mask)
 
 
-def check(tensors, *arguments, **how):
-    wide = run([x.double() for x in tensors], "reference", *arguments, **how)
-    plain, computed = (run(tensors, impl, *arguments, **how) for impl in ("reference", "triton"))
-    for name, *each in zip(("out", "dq", "dk", "dv"), computed, plain, wide, strict=True):
-        # Sums over parts, with scores in base 2, round a few times more than a single sum; how often depends on the
-        # processor where NumPy's products stand in for a GPU's.
-        assert_close(name, *each, factor=10.0)
+run = partial(triton_cases.run, at_real)
+# Sums over parts, with scores in base 2, round a few times more than a single sum; how often depends on the processor
+# where NumPy's products stand in for a GPU's.
+check = partial(triton_cases.check, at_real, factor=10.0)
 
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
     """Fill the outputs of kernels with NaN, or indices out of range, before they run."""
-
-    def full(make):
-        def made(*arguments, **how):
-            out = make(*arguments, **how)
-            if out.is_floating_point() or out.dtype == torch.int32:
-                out.fill_(torch.nan if out.is_floating_point() else 2**31 - 1)
-            return out
-
-        return made
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", full(torch.Tensor.new_empty))
-    monkeypatch.setattr(torch, "empty_like", full(torch.empty_like))
+    monkeypatch.setattr(torch.Tensor, "new_empty", spoilt(torch.Tensor.new_empty))
+    monkeypatch.setattr(torch, "empty_like", spoilt(torch.empty_like))
 
 
 def mask(length):
@@ -93,7 +71,7 @@ def test_equals_the_reference(queries, keys, square, causal, fill, topk, dtype, 
     q, k, v = draw(queries, queries if square else keys, batch=2, dtype=dtype)
     real = None if fill is None else torch.rand(2, k.shape[2]).to(DEVICE) < fill
     results = [
-        run([x.to(wide) for x in (q, k, v)], impl, real, topk=topk, causal=causal)
+        run([x.to(wide) for x in (q, k, v)], real, impl, topk=topk, causal=causal)
         for impl, wide in (("triton", dtype), ("reference", dtype), ("reference", torch.float64))
     ]
     for name, computed, plain, exact in zip(("out", "dq", "dk", "dv"), *results, strict=True):
@@ -103,7 +81,7 @@ def test_equals_the_reference(queries, keys, square, causal, fill, topk, dtype, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+@by_direction
 def test_padding(causal):
     check(draw(35, 35, batch=4), mask(35), causal=causal)
 
@@ -128,7 +106,7 @@ def test_many_tokens():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("topk", [25, 10**9])
-@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+@by_direction
 def test_keeping_all_keys_is_exact(topk, causal):
     (q, k, v), real = draw(25, 25, batch=2), mask(25)[[0, 3]]
     pairs = real[:, None, None].expand(2, 1, 25, 25)
@@ -194,7 +172,7 @@ def test_nan_is_not_hidden_and_padding_not_read():
     v[:, :, 20] = torch.nan
     real = torch.arange(40, device=DEVICE)[None] != 20
     for causal in (False, True):
-        assert all(torch.isfinite(x).all() for x in run([q, k, v], "triton", real, causal=causal))
+        assert all(torch.isfinite(x).all() for x in run([q, k, v], real, causal=causal))
 
 
 @pytest.mark.sample(0)
@@ -207,10 +185,10 @@ def test_scores_far_below_zero_and_above():
 @pytest.mark.slow
 def test_some_queries_after_others_change_nothing(monkeypatch):
     tensors, real = draw(70, 75), mask(75)[:1]
-    whole = run(tensors, "triton", real, causal=True)
+    whole = run(tensors, real, causal=True)
     # 80 scores a row make whole tiles: NumPy rounds a row differently elsewhere in a tile.
     monkeypatch.setattr(triton_launches, "_SCORES", 64 * 80)
-    assert all(torch.equal(*each) for each in zip(whole, run(tensors, "triton", real, causal=True), strict=True))
+    assert all(torch.equal(*each) for each in zip(whole, run(tensors, real, causal=True), strict=True))
 
 
 @pytest.mark.sample(0)
@@ -223,31 +201,17 @@ def test_memory_for_gradients_grows_with_the_kept_keys():
 
 @pytest.mark.slow
 def test_it_compiles_without_a_break():
-    leaves, real = [x.requires_grad_() for x in draw(35, 35, batch=2)], mask(35)[:2]
-
-    def call(q, k, v):
-        return attend(q, k, v, real, causal=True)
-
-    out, expected = torch.compile(call, fullgraph=True, backend="aot_eager")(*leaves), call(*leaves)
-    assert torch.equal(out, expected)
-    grads = [torch.autograd.grad(x.square().sum(), leaves) for x in (out, expected)]
-    assert all(torch.equal(*each) for each in zip(*grads, strict=True))
+    triton_cases.check_compiles(attend, draw(35, 35, batch=2), mask(35)[:2], causal=True)
 
 
 @pytest.mark.sample(0)
 def test_strides_do_not_matter():
-    q, k, v = draw(20, 20)
-    odd = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k)]
-    spread = v.repeat(1, 1, 2, 1)[:, :, ::2]
-    computed, expected = run([*odd, spread], "triton"), run([q, k, spread.contiguous()], "triton")
-    assert all(torch.equal(*each) for each in zip(computed, expected, strict=True))
+    triton_cases.check_strides(attend)
 
 
 @pytest.mark.slow
 def test_it_repeats_bit_by_bit():
-    tensors = draw(50, 50, dtype=HALF)
-    one, two = (run(tensors, "triton", causal=True) for _ in range(2))
-    assert all(torch.equal(*each) for each in zip(one, two, strict=True))
+    triton_cases.check_repeats(attend, dtype=HALF, causal=True)
 
 
 @pytest.mark.sample(0)
@@ -256,7 +220,7 @@ def test_operators_pass_opcheck():
     opcheck(topk_forward.operator, (q, k, v, mask(12)[:1].view(torch.uint8), 3, True, 0.3))
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+@by_direction
 @pytest.mark.sample(0)
 def test_operations_are_counted(causal):
     q, k, v = (x.requires_grad_() for x in draw(20, 30, values=32))

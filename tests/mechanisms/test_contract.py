@@ -21,11 +21,13 @@ from forms import (
     KINDS,
     MASKS,
     SELF_ONLY,
+    SMALL,
     draw,
     draw_mask,
     few,
     lengths,
     make,
+    over,
     over_forms,
     over_two_lengths,
     shapes,
@@ -43,7 +45,7 @@ def real_rows(out, mask):
 @pytest.mark.parametrize("kind", MASKS)
 @given(shape=shapes)
 @few
-@pytest.mark.sample(30)
+@pytest.mark.sample(20)
 def test_shapes_dtypes_and_gradients_are_right_and_empty_rows_are_zero(name, causal, kind, shape):
     q, k, v = (x.requires_grad_() for x in draw(**shape))
     mask = draw_mask(kind, **shape)
@@ -63,7 +65,7 @@ def test_shapes_dtypes_and_gradients_are_right_and_empty_rows_are_zero(name, cau
 @pytest.mark.parametrize("kind", MASKS[1:])
 @given(shape=shapes)
 @few
-@pytest.mark.sample(30)
+@pytest.mark.sample(20)
 def test_contents_of_padding_do_not_matter(name, causal, kind, shape):
     mechanism = make(name, causal, heads=shape["heads"], size=shape["size"])
     mask = draw_mask(kind, **shape)
@@ -78,7 +80,7 @@ def test_contents_of_padding_do_not_matter(name, causal, kind, shape):
 @pytest.mark.parametrize("side", ["right", "left"])
 @given(shape=shapes, extra=st.integers(1, 70))
 @few
-@pytest.mark.sample(20)
+@pytest.mark.sample(14)
 def test_amount_of_padding_and_batch_neighbours_do_not_matter(name, causal, side, shape, extra):
     mechanism = make(name, causal, heads=shape["heads"], size=shape["size"])
     q, k, v = draw(**shape)
@@ -94,7 +96,7 @@ def test_amount_of_padding_and_batch_neighbours_do_not_matter(name, causal, side
 @over_forms
 @given(shape=shapes)
 @few
-@pytest.mark.sample(20)
+@pytest.mark.sample(14)
 def test_a_mask_of_real_keys_alone_changes_nothing(name, causal, shape):
     mechanism = make(name, causal, heads=shape["heads"], size=shape["size"])
     q, k, v = draw(**shape)
@@ -106,7 +108,7 @@ def test_a_mask_of_real_keys_alone_changes_nothing(name, causal, shape):
 @pytest.mark.parametrize("kind", MASKS)
 @given(shape=shapes, keys=lengths)
 @few
-@pytest.mark.sample(20)
+@pytest.mark.sample(14)
 def test_other_numbers_of_keys_than_queries(name, causal, kind, shape, keys):
     assume(keys != shape["length"])
     mechanism = make(name, causal, heads=shape["heads"], size=shape["size"])
@@ -124,7 +126,7 @@ def test_other_numbers_of_keys_than_queries(name, causal, kind, shape, keys):
 @pytest.mark.parametrize("kind", ["none", "right", "arbitrary"])
 @given(shape=shapes, cut=st.integers(0, 299))
 @few
-@pytest.mark.sample(30)
+@pytest.mark.sample(20)
 def test_causal_never_sees_the_future(name, kind, shape, cut):
     cut = cut % shape["length"]
     mechanism = make(name, True, heads=shape["heads"], size=shape["size"])
@@ -161,9 +163,25 @@ def test_forward_draws_nothing_and_repeats_itself(name, causal):
     assert torch.equal(stranger(q, k, v), first), "state is missing from the state dict"
 
 
+def drawn_with(name, causal, seed):
+    return KINDS[name](2, 8, causal=causal, scale=0.5, **SMALL[name] | {"seed": seed})
+
+
+# A compatible BigBird counts its first block instead of random ones.
+@over([form for form in FORMS if "seed" in KINDS[form[0]].defaults() and form[0] != "bigbird compatible"])
+def test_a_redraw_is_explicit_and_gives_what_its_seed_gives(name, causal):
+    tensors = tuple(draw(batch=1, heads=2, length=300, size=8, values=8, seed=3))
+    mechanism = drawn_with(name, causal, 0)
+    first = mechanism(*tensors)
+    mechanism.redraw(1)
+    assert mechanism.settings["seed"] == 1
+    assert not torch.equal(mechanism(*tensors), first)
+    assert torch.equal(mechanism(*tensors), drawn_with(name, causal, 1)(*tensors))
+
+
 @over_forms
 @pytest.mark.parametrize("kind", ["none", "arbitrary"])
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 def test_gradients_are_right(name, causal, kind):
     shape = {"batch": 2, "heads": 1, "length": 9, "size": 3, "values": 2, "seed": 1}
     mask = None if kind == "none" else draw_mask(kind, **shape)
@@ -316,7 +334,9 @@ def test_precision_is_that_of_the_dtype(name, causal, dtype, kind, shape):
 
 
 @over_forms
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.slow), torch.float32], ids=str
+)
 def test_scores_of_ten_thousand_stay_finite(name, causal, dtype):
     shape = {"batch": 2, "heads": 2, "length": 40, "size": 16, "values": 16, "seed": 3}
     q, k, v = draw(**shape)
@@ -380,24 +400,22 @@ def test_memory_layout_does_not_matter(name, causal, shape):
     torch.testing.assert_close(mechanism(q.contiguous(), k.contiguous(), v.contiguous()), mechanism(q, k, v))
 
 
+UNFIT = [
+    ({"q": torch.zeros(2, 3, 5)}, "q has shape"),
+    ({"k": torch.zeros(2, 3, 5, 5)}, "k has shape"),
+    (dict.fromkeys("kv", torch.zeros(2, 2, 5, 4)), "2 heads for the 3 of q"),
+    ({"v": torch.zeros(2, 3, 6, 4)}, "v has shape"),
+    ({"v": torch.zeros(2, 3, 5, 4, dtype=torch.float16)}, "dtypes"),
+    (dict.fromkeys("qkv", torch.zeros(2, 3, 0, 4)), "each at least 1"),
+    (dict.fromkeys("qkv", torch.zeros(0, 3, 5, 4)), "each at least 1"),
+    ({"key_mask": torch.ones(2, 5)}, "key_mask is torch.float32"),
+    ({"key_mask": torch.ones(2, 4, dtype=torch.bool)}, "key_mask"),
+]
+
+
 @over_forms
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        ({"q": torch.zeros(2, 3, 5)}, "q has shape"),
-        ({"k": torch.zeros(2, 3, 5, 5)}, "k has shape"),
-        (dict.fromkeys("kv", torch.zeros(2, 2, 5, 4)), "2 heads for the 3 of q"),
-        ({"v": torch.zeros(2, 3, 6, 4)}, "v has shape"),
-        ({"v": torch.zeros(2, 3, 5, 4, dtype=torch.float16)}, "dtypes"),
-        (dict.fromkeys("qkv", torch.zeros(2, 3, 0, 4)), "each at least 1"),
-        (dict.fromkeys("qkv", torch.zeros(0, 3, 5, 4)), "each at least 1"),
-        ({"key_mask": torch.ones(2, 5)}, "key_mask is torch.float32"),
-        ({"key_mask": torch.ones(2, 4, dtype=torch.bool)}, "key_mask"),
-    ],
-    ids=["q", "keys", "heads", "values", "dtype", "no tokens", "no samples", "float mask", "short mask"],
-)
-@pytest.mark.sample(305)
-def test_tensors_that_do_not_fit_are_refused(name, causal, changed, words):
-    tensors = dict.fromkeys("qkv", torch.zeros(2, 3, 5, 4)) | changed
-    with pytest.raises(ValueError, match=words):
-        make(name, causal, heads=3, size=4)(**tensors)
+def test_tensors_that_do_not_fit_are_refused(name, causal):
+    mechanism = make(name, causal, heads=3, size=4)
+    for changed, words in UNFIT:
+        with pytest.raises(ValueError, match=words):
+            mechanism(**dict.fromkeys("qkv", torch.zeros(2, 3, 5, 4)) | changed)

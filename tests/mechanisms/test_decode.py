@@ -27,7 +27,7 @@ def decoded(mechanism, tensors, mask, cuts):
 @pytest.mark.parametrize("kind", MASKS)
 @given(shape=shapes, cuts=st.lists(st.integers(1, 66), max_size=4), one_by_one=st.booleans(), grad=st.booleans())
 @few
-@pytest.mark.sample(8)
+@pytest.mark.sample(6)
 def test_pieces_equal_the_whole_sequence(name, kind, shape, cuts, one_by_one, grad):
     length = shape["length"]
     mechanism = make(name, True, heads=shape["heads"], size=shape["size"])
@@ -59,6 +59,7 @@ def test_a_state_starts_from_keys_without_their_queries(name, shape, new):
 
 @pytest.mark.parametrize("name", BOUNDED)
 @pytest.mark.parametrize("kind", ["none", "arbitrary"])
+@pytest.mark.sample(11)
 def test_the_state_does_not_grow(name, kind):
     shape = {"batch": 2, "heads": 2, "length": 260, "size": 8, "values": 4, "seed": 1}
     mechanism = make(name, True, heads=2, size=8)

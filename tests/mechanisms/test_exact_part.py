@@ -110,24 +110,37 @@ def test_estimates_of_heads_whose_exact_keys_hold_all_weight_start_without_any(k
     torch.testing.assert_close(error(mechanism, q, k, v, mask), torch.zeros(4), atol=0.1, rtol=0.0)
 
 
-@over_kinds
+@pytest.mark.parametrize(
+    ("kind", "small"),
+    [
+        (LinearAttention, {}),
+        (PerformerAttention, {}),
+        (ClusteredAttention, {"clusters": 5}),
+        (LshAttention, {"rounds": 2, "cluster": 6}),
+    ],
+)
 @torch.no_grad()
-def test_question_is_exact_for_all_queries(kind):
+def test_question_is_exact_for_all_queries(kind, small):
     q, k, v, mask = peaked(60)
     tokens = torch.randint(10, 90, (2, 60))
     tokens[0, 55], tokens[1, 20], tokens[1, 59] = SEPARATOR, SEPARATOR, SEPARATOR
-    mechanism = made(kind, window=0, global_tokens="question", separator=SEPARATOR)
+    how = {"window": 0, "global_tokens": "question", "separator": SEPARATOR, **small}
+    mechanism = made(kind, **how)
     exactly = mechanism.exactly(k, mask, tokens)
     # Of the first sample, whose padding comes first, tokens 40 to 55; of the second 0 to 20.
     assert exactly.chosen[0].nonzero().flatten().tolist() == list(range(40, 56))
     assert exactly.chosen[1].nonzero().flatten().tolist() == list(range(21))
-    alone = without_estimates(made(kind, window=0, global_tokens="question", separator=SEPARATOR))
+    alone = without_estimates(made(kind, **how))
     of_question = exact_attention(q, k, v, exactly.chosen, causal=False, scale=0.25)
     torch.testing.assert_close(alone(q, k, v, mask, tokens=tokens)[1], of_question[1])
     # Only the separator at the end: the whole text is the question, and exact.
     tokens[1, 20] = 50
     exact = exact_attention(q, k, v, mask, causal=False, scale=0.25)
     torch.testing.assert_close(mechanism(q, k, v, mask, tokens=tokens)[1], exact[1])
+    with pytest.raises(ApproxError, match="needs the token ids"):
+        mechanism(q, k, v, mask)
+    with pytest.raises(ValueError, match=r"tokens has shape \[2, 59\]"):
+        mechanism(q, k, v, mask, tokens=tokens[:, 1:])
 
 
 @over_kinds
@@ -202,15 +215,6 @@ def test_rejects_wrong_settings(kind, settings, message):
 def test_linear_rejects_settings_that_exclude_each_other(settings, message):
     with pytest.raises(ApproxError, match=message):
         made(LinearAttention, **settings)
-
-
-def test_question_needs_token_ids():
-    q, k, v, mask = peaked(20)
-    mechanism = made(LinearAttention, global_tokens="question", separator=SEPARATOR)
-    with pytest.raises(ApproxError, match="needs the token ids"):
-        mechanism(q, k, v, mask)
-    with pytest.raises(ValueError, match=r"tokens has shape \[2, 19\]"):
-        mechanism(q, k, v, mask, tokens=torch.zeros(2, 19, dtype=torch.long))
 
 
 def test_learned_share_stays_within_its_limits():

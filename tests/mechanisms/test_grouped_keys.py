@@ -52,7 +52,7 @@ def with_gradients(mechanism, mask, q, k, v) -> Any:
 @pytest.mark.parametrize("impl", ["auto", "reference"])
 @pytest.mark.parametrize("kind", ["none", "left", "arbitrary"])
 @pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.sample(50)
+@pytest.mark.sample(36)
 def test_shared_keys_are_as_good_as_repeated_ones(name, causal, groups, kind, impl):
     mechanism = mechanism_of(name, causal)
     mask = None if kind == "none" else draw_mask(kind, **SHAPE)
@@ -71,7 +71,7 @@ def test_shared_keys_are_as_good_as_repeated_ones(name, causal, groups, kind, im
 @pytest.mark.parametrize("masked", [False, True], ids=["", "padded"])
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("name", BOUNDED)
-@pytest.mark.sample(30)
+@pytest.mark.sample(16)
 def test_a_state_of_shared_keys_equals_the_whole_sequence(name, groups, masked, impl):
     mechanism = mechanism_of(name, True)
     q, k, v = grouped(groups)

@@ -101,15 +101,6 @@ def test_the_causal_form_is_its_formula_forward_and_backward(kind, topk, queries
     torch.testing.assert_close(grads, wanted)
 
 
-@pytest.mark.parametrize("kind", [ClusteredAttention, ImprovedClusteredAttention])
-def test_tokens_decoded_one_by_one_equal_the_whole_sequence(kind):
-    q, k, v = torch.randn(3, 1, 2, 150, 8).unbind()
-    mechanism = kind(2, 8, causal=True, scale=0.35, clusters=12, chunk=40)
-    mechanism.calibrate(*torch.randn(3, 1, 2, 200, 8))
-    steps = [mechanism(q[:, :, i : i + 1], k[:, :, : i + 1], v[:, :, : i + 1]) for i in range(150)]
-    torch.testing.assert_close(torch.cat(steps, 2), mechanism(q, k, v))
-
-
 def test_the_causal_form_knows_nothing_of_what_follows_bit_for_bit():
     q, k, v = torch.randn(3, 1, 2, 150, 8).unbind()
     mechanism = ImprovedClusteredAttention(2, 8, causal=True, scale=0.35, clusters=12, topk=6, chunk=40)

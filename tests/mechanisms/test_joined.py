@@ -18,7 +18,7 @@ from c_sources import needs_compiler
 from closeness import assert_close
 from forms import draw_mask
 
-SCALE, SIZE, SEPARATOR = 0.35, 8, 9
+SCALE, SIZE = 0.35, 8
 KINDS = (ClusteredAttention, LshAttention)
 over_kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 over_forms = pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
@@ -110,7 +110,7 @@ def drawn(length, keys, groups=2):
 
 @over_kinds
 @over_forms
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     length=st.integers(1, 80),
     more=st.sampled_from((0, 0, 0, -40, 70)),
@@ -204,13 +204,6 @@ def test_c_is_as_accurate_as_the_reference_and_gives_its_gradients(kind, causal)
         assert_close(name, *each, factor=8.0)
 
 
-def peaked(length=150):
-    q, k, v = torch.randn(3, 2, 2, length, SIZE).unbind()
-    mask = torch.ones(2, length, dtype=torch.bool)
-    mask[0, :40] = False
-    return 2 * q, k + 0.5, v, mask
-
-
 @torch.no_grad()
 def error(mechanism, q, k, v, mask):
     exact = exact_attention(q, k, v, mask, causal=mechanism.causal, scale=SCALE)
@@ -222,7 +215,8 @@ def error(mechanism, q, k, v, mask):
 @pytest.mark.parametrize("exact", [{"window": 8}, {"window": 8, "sinks": 5}], ids=str)
 @torch.no_grad()
 def test_calibration_leaves_no_head_worse_than_its_exact_keys_alone(kind, causal, exact):
-    q, k, v, mask = peaked()
+    q, k, v = drawn(150, 150)
+    q, k, mask = 2 * q, k + 0.5, torch.arange(150) >= torch.tensor([[40], [0]])
     mechanism = made(kind, causal=causal, fit=False, **exact)
     mechanism.calibrate(q, k, v, mask)
     fitted = error(mechanism, q, k, v, mask)
@@ -239,23 +233,6 @@ def test_inputs_without_far_keys_leave_the_factor_alone(kind):
     before = mechanism.far_weight.clone()
     mechanism.calibrate(*torch.randn(3, 1, 2, 15, SIZE))
     assert torch.equal(mechanism.far_weight, before)
-
-
-@over_kinds
-@torch.no_grad()
-def test_question_is_exact_for_all_queries(kind):
-    q, k, v, mask = peaked(60)
-    tokens = torch.randint(10, 90, (2, 60))
-    tokens[0, 55], tokens[1, 20] = SEPARATOR, SEPARATOR
-    mechanism = made(kind, global_tokens="question", separator=SEPARATOR)
-    mechanism.far_weight.fill_(-40.0)
-    chosen = mechanism.exactly(k, mask, tokens).chosen
-    assert chosen[1].nonzero().flatten().tolist() == list(range(21))
-    of_question = exact_attention(q, k, v, chosen, causal=False, scale=SCALE)
-    found = mechanism(q, k, v, mask, tokens=tokens)
-    torch.testing.assert_close((found - of_question) * mask[:, None, :, None], torch.zeros_like(found))
-    with pytest.raises(ApproxError, match="needs the token ids"):
-        mechanism(q, k, v, mask)
 
 
 @over_kinds

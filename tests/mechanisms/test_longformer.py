@@ -81,12 +81,6 @@ def test_without_tokens_or_a_separator_it_says_what_is_missing():
     assert not make([0, 4]).reads_tokens
 
 
-@pytest.mark.parametrize("chosen", [(0,), None, [True]])
-def test_other_choices_are_refused(chosen):
-    with pytest.raises(ApproxError, match="'first', 'separator', 'question' or a list"):
-        make(chosen)
-
-
 @pytest.mark.parametrize("chosen", ["separator", "question"])
 def test_a_causal_layer_cannot_choose_by_content(chosen):
     with pytest.raises(ApproxError, match="causal") as caught:

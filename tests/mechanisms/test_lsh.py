@@ -94,21 +94,6 @@ def test_the_shared_variant_generates_without_a_cache_and_refuses_one():
     assert refusal.value.exit_code is Exit.UNSUPPORTED
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
-@pytest.mark.parametrize("variant", ["asymmetric", "shared"])
-def test_redraw_is_explicit_and_a_checkpoint_keeps_the_draw(variant, causal):
-    q, k, v = drawn(60)
-    mechanism, other = (make(causal=causal, variant=variant, cluster=4, seed=seed) for seed in (0, 1))
-    first = mechanism(q, k, v)
-    mechanism.redraw(1)
-    assert mechanism.settings["seed"] == 1
-    assert not torch.equal(mechanism(q, k, v), first)
-    assert torch.equal(mechanism(q, k, v), other(q, k, v))
-    again = make(causal=causal, variant=variant, cluster=4, seed=9)
-    again.load_state_dict(mechanism.state_dict())
-    assert torch.equal(again(q, k, v), mechanism(q, k, v))
-
-
 @pytest.mark.parametrize(
     ("variant", "causal", "rounds", "once"),
     [

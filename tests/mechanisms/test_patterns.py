@@ -8,6 +8,7 @@ from approx.mechanisms.bigbird import BigBirdAttention
 from approx.mechanisms.block import BlockAttention
 from approx.mechanisms.fixed import FixedAttention
 from approx.mechanisms.full_information import LtrAttention, RtlAttention
+from approx.mechanisms.local import LocalAttention
 from approx.mechanisms.longformer import LongformerAttention
 from approx.mechanisms.sinks import SinksAttention
 from approx.mechanisms.strided import StridedAttention
@@ -169,11 +170,10 @@ def test_two_interleaved_layers_reach_everything_only_with_the_first_step_below(
     assert round(((lower.float() @ upper.float()) > 0).float().mean().item(), 3) == 0.047
 
 
-def test_random_blocks_are_redrawn_only_on_request():
-    q, k, v = torch.randn(3, 1, HEADS, 90, 8).unbind()
-    mechanism = make("bigbird", {"block": 3, "random": 2}, False)
-    first = mechanism(q, k, v)
-    mechanism.redraw(1)
-    assert mechanism.settings["seed"] == 1
-    assert not torch.equal(mechanism(q, k, v), first)
-    assert torch.equal(mechanism(q, k, v), make("bigbird", {"block": 3, "random": 2, "seed": 1}, False)(q, k, v))
+def test_a_causal_window_has_no_right_side():
+    q, k, v = torch.randn(3, 1, 2, 150, 8).unbind()
+    causal, plain = (
+        LocalAttention(2, 8, causal=causal, scale=0.35, left=20, right=right)
+        for causal, right in ((True, 9), (False, 0))
+    )
+    torch.testing.assert_close(causal(q, k, v), plain(q, k, v))

@@ -61,43 +61,6 @@ def test_orthogonal_rows_have_less_error(norm):
     assert orthogonal.log().mean() < independent.log().mean()
 
 
-def recurrent(q, k, v, rows):
-    """Token by token with the state (S, z), as in decoding, in float64."""
-    q, k = (x.double() * SIZE**-0.25 for x in (q, k))
-    state, norm, out = 0.0, 0.0, []
-    for i in range(q.shape[2]):
-        query = (q[:, :, i] @ rows.T).exp()
-        key = (k[:, :, i] @ rows.T - k[:, :, i].square().sum(-1, keepdim=True) / 2).exp()
-        state, norm = state + key[..., :, None] * v[:, :, i, None, :].double(), norm + key
-        out.append((query[..., None, :] @ state).squeeze(2) / (query * norm).sum(-1, keepdim=True))
-    return torch.stack(out, 2).float()
-
-
-@pytest.mark.parametrize("length", [1, 63, 64, 65, 200])
-def test_recurrent_chunked_and_parallel_are_the_same(length):
-    q, k, v = drawn(4.0, length=length)
-    mechanism = make(causal=True, features=64)
-    chunked = mechanism(q, k, v)
-    rows = mechanism.projection.double()
-    torch.testing.assert_close(chunked, recurrent(q, k, v, rows), atol=1e-5, rtol=1e-5)
-    alone = make(features=64)
-    parallel = [alone(q[:, :, i : i + 1], k[:, :, : i + 1], v[:, :, : i + 1]) for i in range(length)]
-    torch.testing.assert_close(chunked, torch.cat(parallel, 2), atol=1e-5, rtol=1e-5)
-
-
-def test_redraw_is_explicit_and_a_checkpoint_keeps_the_draw():
-    q, k, v = drawn(4.0)
-    mechanism, other = make(features=64), make(features=64, seed=1)
-    first = mechanism(q, k, v)
-    mechanism.redraw(1)
-    assert mechanism.settings["seed"] == 1
-    assert not torch.equal(mechanism(q, k, v), first)
-    assert torch.equal(mechanism(q, k, v), other(q, k, v))
-    again = make(features=64, seed=9)
-    again.load_state_dict(mechanism.state_dict())
-    assert torch.equal(again(q, k, v), mechanism(q, k, v))
-
-
 def test_training_redraws_at_its_interval_and_two_processes_agree():
     q, k, v = drawn(4.0)
     first, twin, resumed = (make(features=64, redraw_every=3, seed=2**63 - 1) for _ in range(3))
@@ -135,17 +98,6 @@ def test_a_converted_model_notifies_its_mechanisms_of_each_step():
 @pytest.mark.parametrize("kernel", ["softmax", "relu"])
 def test_warns_of_necessary_fine_tuning(kernel):
     assert "until it is fine-tuned" in (make(kernel=kernel).warning or "")
-
-
-@pytest.mark.parametrize("kernel", ["softmax", "relu"])
-@pytest.mark.parametrize("causal", [False, True])
-def test_dropout_takes_whole_keys_out_of_the_numerator_only(kernel, causal):
-    q, k, _ = drawn(1.0, length=20)
-    mechanism, keys = make(causal=causal, features=64, kernel=kernel), torch.eye(20).expand(1, 2, 20, 20)
-    weights, dropped = mechanism(q, k, keys), mechanism(q, k, keys, dropout=0.5)
-    factor = torch.where(weights > 1e-6, dropped / weights, 0.0).amax(2, keepdim=True)
-    assert set(factor.round(decimals=3).flatten().tolist()) == {0.0, 2.0}
-    torch.testing.assert_close(dropped, weights * factor.round())
 
 
 def real_like(*, length=200, seed=0):

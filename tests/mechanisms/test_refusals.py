@@ -21,7 +21,7 @@ def test_the_defaults_are_refused_only_in_a_form_that_is_missing(name, causal):
     else:
         (error,) = errors
         assert error.exit_code is Exit.UNSUPPORTED
-        assert f"no {'causal' if causal else 'bidirectional'} form" in str(error)
+        assert f"no {'causal' if causal else 'bidirectional'} form yet" in str(error)
 
 
 def test_reports_every_wrong_setting_with_its_value():

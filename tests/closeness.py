@@ -1,5 +1,7 @@
 """Closeness to an exact result, with a tolerance measured on a reference."""
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -31,6 +33,30 @@ def error_and_budget(actual: Tensor, reference: Tensor, exact64: Tensor, factor:
     size = exact64.square().mean().sqrt().clamp(min=torch.finfo(torch.float64).tiny)
     error, rounding = (((x.double() - exact64).square().mean().sqrt() / size).item() for x in (actual, reference))
     return error, factor * max(rounding, torch.finfo(actual.dtype).eps)
+
+
+def with_float64(
+    attend: Callable[..., Tensor], tensors: Sequence[Tensor], grad: Tensor, dtype: torch.dtype, impl: str = "cpu"
+) -> list[tuple[str, Tensor, Tensor, Tensor]]:
+    """The output and the gradients, each by an implementation, by the reference, and by the reference in float64.
+
+    Args:
+        attend: Called with q, k, v and `impl`.
+        tensors: What it is called with, rounded to `dtype`.
+        grad: The gradient of the output.
+        dtype: Of the first two.
+        impl: The implementation under test.
+
+    Returns:
+        Names and tensors, as `assert_close` takes them.
+    """
+    results = []
+    for way, wide in ((impl, dtype), ("reference", dtype), ("reference", torch.float64)):
+        inputs = [x.detach().to(dtype).to(wide).requires_grad_() for x in tensors]
+        out = attend(*inputs, impl=way)
+        slopes = torch.autograd.grad(out, inputs, grad.to(dtype).to(wide), materialize_grads=True, allow_unused=True)
+        results.append((out, *slopes))
+    return list(zip(("out", "dq", "dk", "dv"), *results, strict=True))
 
 
 def at_real_queries(out: Tensor, key_mask: Tensor | None) -> Tensor:

@@ -49,12 +49,15 @@ def check(attend: Attend, tensors, key_mask=None, *, factor: float | Sequence[fl
 
 
 def spoilt(make: Callable[..., Any], whole: int = 2**31 - 1) -> Callable[..., Any]:
-    """The same function, whose new tensors are full of NaN, or of a whole number."""
+    """The same function, whose new tensors are full of NaN, or of a whole number where their dtype has it."""
 
     def made(*arguments: Any, **how: Any) -> Any:
         out = make(*arguments, **how)
         for x in (out,) if isinstance(out, Tensor) else out:
-            x.fill_(torch.nan if x.is_floating_point() else whole)
+            if x.is_floating_point():
+                x.fill_(torch.nan)
+            elif x.dtype != torch.bool and torch.iinfo(x.dtype).min <= whole <= torch.iinfo(x.dtype).max:
+                x.fill_(whole)
         return out
 
     return made

@@ -148,6 +148,7 @@ WRONG: list[tuple[Callable[..., torch.Tensor], dict[str, Any], str]] = [
     (performer, {"projection": torch.zeros(16, SIZE, dtype=torch.int64)}, "projection is torch.int64"),
     (performer, {"projection": torch.zeros(16, SIZE, device="meta")}, "projection is on meta"),
     (performer, {"share": torch.zeros(HEADS + 1)}, "share has shape"),
+    (performer, {"kernel": "exp"}, "kernel is 'exp'; expected one of softmax, relu"),
     (linear, {"window": 3, "mix": torch.zeros(HEADS, dtype=torch.int64)}, "mix is torch.int64"),
     (linear, {"window": -1}, "window is -1; expected 0 or more"),
     (spans, {"spans": torch.zeros(HEADS + 1)}, r"spans has shape \[3\]; expected \[2\]"),

@@ -75,6 +75,7 @@ def test_keys_alone_are_padded():
 
 
 @pytest.mark.parametrize("topk", [None, 3], ids=["plain", "improved"])
+@pytest.mark.sample(1)
 def test_a_cluster_for_each_query_is_exact(topk):
     tensors, real = draw(11, 11, batch=4), mask(11)
     how = settings(topk=topk, clusters=30)

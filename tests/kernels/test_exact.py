@@ -19,7 +19,7 @@ from approx_kernels.ops.fastest import varlen
 from approx_kernels.ops.fastest.api import fastest_attention
 from approx_kernels.ops.fastest.ways import ways
 from c_sources import needs_compiler
-from closeness import assert_close, at_real_queries
+from closeness import assert_close, at_real_queries, with_float64
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
@@ -34,14 +34,10 @@ def test_fused_equals_reference_forward_and_backward(causal, masked, queries, ke
     # Outputs of padded queries are undefined.
     real = mask[:, None, :, None] if mask is not None and queries == keys else torch.ones(())
 
-    def run(impl: str, dtype):
-        q, k, v = (x.to(dtype).requires_grad_() for x in tensors)
-        out = exact_attention(q, k, v, mask, causal=causal, scale=0.3, impl=impl) * real.to(dtype)
-        return out, *torch.autograd.grad(out, (q, k, v), grad.to(dtype))
+    def attend(q, k, v, impl):
+        return exact_attention(q, k, v, mask, causal=causal, scale=0.3, impl=impl) * real
 
-    names = ("output", "gradient of q", "gradient of k", "gradient of v")
-    fused, plain, exact = run("auto", torch.float32), run("reference", torch.float32), run("reference", torch.float64)
-    for each in zip(names, fused, plain, exact, strict=True):
+    for each in with_float64(attend, tensors, grad, torch.float32, "auto"):
         assert_close(*each, factor=4.0)
 
 

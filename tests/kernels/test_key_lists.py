@@ -12,7 +12,7 @@ from approx_kernels.ops.lsh.api import draw_projections, lsh_attention
 from approx_kernels.ops.patterns.api import pattern_attention
 from approx_kernels.ops.patterns.reference import Blocks, Listed, Strided, Summaries, Window, bigbird_lists, draw_blocks
 from c_sources import needs_compiler
-from closeness import assert_close
+from closeness import assert_close, with_float64
 
 
 def bigbird(tokens, compatible):
@@ -27,12 +27,12 @@ def patterned(pattern: Any, step: int | None = None) -> Any:
 DRAWS = draw_blocks(2, 0)
 
 
-def lsh(q, k, v, mask, causal=False, **how):
+def lsh(q, k, v, key_mask, causal=False, **how):
     # The bidirectional form has no key mask if the numbers of queries and keys differ.
     drawn = draw_projections(q.shape[3], rounds=3, variant="asymmetric", causal=causal, seed=0)
     kind = {"variant": "asymmetric", "cluster": 20, "dedup": False, "causal": causal}
-    mask = mask if causal or q.shape[2] == k.shape[2] else None
-    return lsh_attention(q, k, v, mask, projections=drawn, **kind, **how)
+    key_mask = key_mask if causal or q.shape[2] == k.shape[2] else None
+    return lsh_attention(q, k, v, key_mask, projections=drawn, **kind, **how)
 
 
 PATTERNS = {
@@ -82,13 +82,10 @@ def test_lists_equal_the_reference(name, dtype, queries, keys, masked):
     q, grad = (torch.randn(2, queries, 2, width).to(dtype) for width in (24, 17))
     k, v = (torch.randn(2, keys, 2, width).to(dtype) for width in (24, 17))
     mask = torch.rand(2, keys) < 0.8 if masked else None
-    results: list[tuple[torch.Tensor, ...]] = []
-    for impl, wide in (("cpu", dtype), ("reference", dtype), ("reference", torch.float64)):
-        inputs = [x.transpose(1, 2).to(wide).requires_grad_() for x in (q, k, v.abs())]
-        out = PATTERNS[name](inputs[0], inputs[1], inputs[2], mask, scale=0.3, impl=impl)
-        results.append((out, *torch.autograd.grad(out, inputs, grad.transpose(1, 2).to(wide))))
-    for which, actual, plain, exact in zip("oqkv", results[0], results[1], results[2], strict=True):
-        assert_close(f"{name} {which}", actual, plain, exact, factor=4.0)
+    q, k, v, grad = (x.transpose(1, 2) for x in (q, k, v.abs(), grad))
+    attend = partial(PATTERNS[name], key_mask=mask, scale=0.3)
+    for which, *each in with_float64(attend, (q, k, v), grad, dtype):
+        assert_close(f"{name} {which}", *each, factor=4.0)
 
 
 @needs_compiler

@@ -1,5 +1,7 @@
 """Local attention equals dense attention under its mask, however the work is cut."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -9,7 +11,7 @@ from approx_kernels.dispatch.implementation import chosen
 from approx_kernels.ops.patterns import reference
 from approx_kernels.ops.patterns.api import local_attention
 from c_sources import needs_compiler
-from closeness import assert_close, at_real_queries
+from closeness import assert_close, at_real_queries, with_float64
 
 
 def shown(queries, keys, mask, left, right):
@@ -65,20 +67,15 @@ def test_c_equals_the_reference(dtype, kind, queries, keys, left, right, size, v
     # Values of one sign, as sums that cancel say nothing; as projections lay heads out.
     q, grad = (torch.randn(2, queries, 2, width).to(dtype) for width in (size, values))
     k, v = (torch.randn(2, keys, 2, width).to(dtype) for width in (size, values))
-    v = v.abs()
     mask = None if kind is None else torch.rand(2, keys) < (0.7 if kind == "arbitrary" else 0.0)
-    results: list[tuple[torch.Tensor, ...]] = []
-    for impl, precision in (("cpu", dtype), ("reference", dtype), ("reference", torch.float64)):
-        inputs = [x.transpose(1, 2).to(precision).requires_grad_() for x in (q, k, v)]
-        out = local_attention(inputs[0], inputs[1], inputs[2], mask, left=left, right=right, scale=0.3, impl=impl)
-        results.append((out, *torch.autograd.grad(out, inputs, grad.transpose(1, 2).to(precision))))
-    for name, actual, plain, exact in zip("oqkv", results[0], results[1], results[2], strict=True):
-        if name in "ov":
+    q, k, v, grad = (x.transpose(1, 2) for x in (q, k, v.abs(), grad))
+    attend = partial(local_attention, key_mask=mask, left=left, right=right, scale=0.3)
+    for name, actual, plain, exact in with_float64(attend, (q, k, v), grad, dtype):
+        if name in ("out", "dv"):
             assert_close(name, actual, plain, exact, factor=4.0)
         else:
             # Differences that nearly cancel if a query sees one or two keys, so compare errors with their terms.
-            wide = [x.transpose(1, 2).double() for x in (q, k, v, grad)]
-            terms = uncancelled(wide[0], wide[1], wide[2], wide[3], mask, left, right)[name]
+            terms = uncancelled(q.double(), k.double(), v.double(), grad.double(), mask, left, right)[name]
             error, rounding = ((x.double() - exact).square().mean().sqrt() for x in (actual, plain))
             assert error <= 4.0 * max(rounding, torch.finfo(dtype).eps * terms), name
 
@@ -89,7 +86,7 @@ def uncancelled(q, k, v, grad, mask, left, right):
     weights = (0.3 * q @ k.mT).masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num()
     changes = grad.square() @ v.square().mT
     terms = (0.3 * weights).square() * (changes + (weights * changes).sum(-1, keepdim=True))
-    return {"q": (terms @ k.square()).mean().sqrt(), "k": (terms.mT @ q.square()).mean().sqrt()}
+    return {"dq": (terms @ k.square()).mean().sqrt(), "dk": (terms.mT @ q.square()).mean().sqrt()}
 
 
 @needs_compiler

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from approx_kernels.ops.topk import reference
 from approx_kernels.ops.topk.api import topk_attention
 from c_sources import needs_compiler
-from closeness import assert_close, at_real_queries, equal_and_falling_scores
+from closeness import assert_close, at_real_queries, equal_and_falling_scores, with_float64
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
@@ -61,15 +61,14 @@ def test_c_equals_the_reference(dtype, queries, keys, square, causal, fill, topk
     q, grad = (torch.randn(2, queries, 2, width).to(dtype) for width in sizes)
     k, v = (torch.randn(2, keys, 2, width).to(dtype) for width in sizes)
     mask = None if fill is None else torch.rand(2, keys) < fill
-    results: list[tuple[torch.Tensor, ...]] = []
-    for impl, wide in (("cpu", dtype), ("reference", dtype), ("reference", torch.float64)):
-        inputs = [x.transpose(1, 2).to(wide).requires_grad_() for x in (q, k, v.abs())]
-        out = topk_attention(inputs[0], inputs[1], inputs[2], mask, topk=topk, causal=causal, scale=0.3, impl=impl)
-        out = at_real_queries(out, mask)
-        results.append((out, *torch.autograd.grad(out, inputs, grad.transpose(1, 2).to(wide))))
-    out, plain, exact = (each[0] for each in results)
-    assert_close("out", out, plain, exact, factor=4.0)
-    for name, actual, plain, exact, like in zip("qkv", *(each[1:] for each in results), (q, k, v), strict=True):
+    q, k, v, grad = (x.transpose(1, 2) for x in (q, k, v.abs(), grad))
+
+    def attend(q, k, v, impl):
+        return at_real_queries(topk_attention(q, k, v, mask, topk=topk, causal=causal, scale=0.3, impl=impl), mask)
+
+    out, *slopes = with_float64(attend, (q, k, v), grad, dtype)
+    assert_close(*out, factor=4.0)
+    for (name, actual, plain, exact), like in zip(slopes, (q, k, v), strict=True):
         # Gradients of a query that keeps one or two keys nearly cancel, so compare errors with their terms.
         error, rounding = ((x.double() - exact).square().mean().sqrt() for x in (actual, plain))
         terms = like.double().square().mean().sqrt() * grad.double().square().mean().sqrt()

@@ -2,13 +2,16 @@
 
 import json
 import string
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import soundfile
 from transformers import Wav2Vec2CTCTokenizer, Wav2Vec2FeatureExtractor, Wav2Vec2Processor
 
+from approx.errors import ApproxError, Exit
 from zoo import tiny
 
 # One frame per 20 ms, as in Wav2Vec2 and HuBERT.
@@ -63,3 +66,9 @@ def some_utterances(count: int = 7) -> dict[str, tuple[str, np.ndarray]]:
         f"{10 + row % 3}-7-{row:04}": (words[row % 7], sound(lengths[row % 7], tone=300 + 40 * row))
         for row in range(count)
     }
+
+
+def refused(text: str, exit_code: Exit, action: Callable[[], Any]) -> None:
+    with pytest.raises(ApproxError, match=text) as caught:
+        action()
+    assert caught.value.exit_code == exit_code

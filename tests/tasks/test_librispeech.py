@@ -10,15 +10,9 @@ from datasets import Dataset
 from approx.errors import ApproxError, Exit
 from approx.tasks import librispeech, open_task
 from approx.tasks.recording import Recording
-from tiny_speech import some_utterances, sound, write_utterances
+from tiny_speech import refused, some_utterances, sound, write_utterances
 
 TASK = open_task("librispeech/test-clean")
-
-
-def refused(text, exit_code, action):
-    with pytest.raises(ApproxError, match=text) as caught:
-        action()
-    assert caught.value.exit_code == exit_code
 
 
 @pytest.mark.parametrize("suffix", [".flac", ".wav"])
@@ -160,6 +154,12 @@ def test_a_mistake_in_the_files_is_named(tmp_path):
     refused("10-7-0000.flac is not a readable recording", Exit.UNAVAILABLE, lambda: cut.decoded(16_000))
     recording.write_bytes(stored)
     refused("changed while it was in use", Exit.UNAVAILABLE, lambda: cut.decoded(16_000))
+
+
+def test_names_only_the_file_of_a_damaged_recording():
+    with pytest.raises(ApproxError, match=r"talk\.flac is not a readable recording") as caught:
+        Recording.of("talk.flac", b"text")
+    assert "object at" not in str(caught.value)
 
 
 def test_a_folder_without_the_split_says_what_it_has(tmp_path):

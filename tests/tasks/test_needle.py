@@ -13,28 +13,6 @@ from approx.tasks.needle import NEEDLES, QUESTION, VALUES, WORDS, Needle
 QUICKSTART = Path(__file__).parents[2] / "approx" / "quickstart"
 
 
-def test_the_same_row_whatever_the_number_of_rows():
-    few, many = Needle(length=64, examples=3).examples(), Needle(length=64, examples=20).examples()
-    assert few == many[:3] == Needle(length=64, examples=20).examples(limit=3)
-    assert len({example.id for example in many}) == 20
-
-
-def test_seeds_and_splits_differ():
-    texts = {
-        Needle(length=64, examples=1, seed=seed).examples(split=split)[0].inputs["text"]
-        for seed in (0, 1)
-        for split in ("dev", "train")
-    }
-    assert len(texts) == 4
-
-
-def test_only_a_shortened_split_is_a_subset():
-    task = Needle(length=64, examples=8)
-    assert (task.load().name, task.load().subset) == ("dev", False)
-    assert task.load(limit=4).subset
-    assert not task.load(limit=9).subset
-
-
 @pytest.mark.parametrize(("length", "needles"), [(8, 2), (64, 8), (2048, 8), (2048, 32)])
 def test_texts_hold_their_words_and_their_answer(length, needles):
     for example in Needle(length=length, examples=8, needles=needles).examples():
@@ -98,7 +76,7 @@ def test_the_embedded_model_finds_the_needle():
     model = AutoModelForSequenceClassification.from_pretrained(QUICKSTART).eval()
     tokenizer = AutoTokenizer.from_pretrained(QUICKSTART)
     # Not the seed of training and of the record.
-    task = Needle(length=2048, examples=40, seed=1)
+    task = Needle(length=2048, examples=24, seed=1)
     task.check(model)
     predictions = []
     for example in task.examples():

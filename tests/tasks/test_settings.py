@@ -55,6 +55,23 @@ def test_a_whole_number_is_taken_within_its_bounds_and_refused_beyond(name, sett
         assert caught.value.exit_code == Exit.USAGE
 
 
+@pytest.mark.parametrize(
+    ("name", "splits"), [("needle", ("dev", "train")), ("copy", ("dev", "train")), ("listops", ("test", "train"))]
+)
+def test_a_row_that_is_made_depends_on_its_seed_and_split_but_not_on_others(name, splits):
+    few, many = (open_task(name, examples=count) for count in (3, 9))
+    whole, part = many.load(), many.load(limit=3)
+    assert few.load().examples == part.examples == whole.examples[:3]
+    assert len({example.id for example in whole.examples}) == 9
+    assert (whole.name, whole.subset, part.subset, many.load(limit=10).subset) == (splits[0], False, True, False)
+    texts = {
+        open_task(name, examples=1, seed=seed).load(split=split).examples[0].inputs["text"]
+        for seed in (0, 1)
+        for split in splits
+    }
+    assert len(texts) == 4
+
+
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_defaults_are_those_of_published_scores(name):
     defaults = {each.name: each.default for each in inspect.signature(TASKS[name]).parameters.values()}

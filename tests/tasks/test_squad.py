@@ -13,7 +13,7 @@ from approx.errors import ApproxError, Exit
 from approx.tasks import Example, open_task
 from approx.tasks.answer_words import answer_words
 from approx.tasks.metrics import AnswerF1, ExactMatch
-from tiny_classifier import WORDS, tiny_model, tiny_tokenizer
+from tiny_classifier import WORDS, tiny_tokenizer
 
 CONTEXT = "the film is good"
 QUESTION = {"id": "q1", "question": " what is good ", "answers": [{"text": "the film"}]}
@@ -300,11 +300,6 @@ def test_a_question_without_room_for_its_text_is_refused():
         open_task("squad", window=64, stride=4).encode(example, tiny_tokenizer(), 32)
 
 
-def test_another_head_is_refused():
-    with pytest.raises(ApproxError, match="needs a question-answering head"):
-        open_task("squad").check(tiny_model(2))
-
-
 def test_keeps_the_likeliest_spans():
     """The three likeliest starts are 6, 5 and 1; only the last is before the likeliest end, 2."""
     starts, ends = torch.zeros(1, 9), torch.zeros(1, 9)
@@ -314,3 +309,20 @@ def test_keeps_the_likeliest_spans():
     outputs = SimpleNamespace(start_logits=starts, end_logits=ends)
     (said,) = open_task("squad", best=3).predict(outputs, windows, None)
     assert said["spans"] == [[28.0, 1, 3], [11.0, 6, 8], [10.5, 6, 9]]
+
+
+def test_a_file_of_squad_1_is_not_scored_as_squad_2(tmp_path):
+    question = {"id": "a", "question": "Who?", "answers": [{"text": "he", "answer_start": 0}]}
+    path = tmp_path / "questions.json"
+
+    def write(**more: bool) -> None:
+        paragraph = {"context": "he is", "qas": [question | more]}
+        path.write_text(json.dumps({"data": [{"title": "t", "paragraphs": [paragraph]}]}), encoding="utf-8")
+
+    write()
+    assert len(open_task("squad").load(path).examples) == 1
+    with pytest.raises(ApproxError, match=r"is of SQuAD 1\.1.*Use the task squad") as caught:
+        open_task("squad_v2").load(path)
+    assert caught.value.exit_code == Exit.UNAVAILABLE
+    write(is_impossible=False)
+    assert len(open_task("squad_v2").load(path).examples) == 1

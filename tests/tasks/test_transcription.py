@@ -9,7 +9,7 @@ import torch
 from approx import api
 from approx.checkpoints import checkpoint
 from approx.cli.figures import quality_table
-from approx.errors import ApproxError, Exit
+from approx.errors import Exit
 from approx.evaluation.evaluate import Subject, evaluate, predict, prepare
 from approx.evaluation.options import EvaluateOptions
 from approx.evaluation.record import Rows, Tokens
@@ -17,7 +17,7 @@ from approx.evaluation.timing import sound_inputs
 from approx.publishing.summary import longest_input
 from approx.tasks import Example, open_task
 from approx.tasks.recording import Recording
-from tiny_speech import recogniser, some_utterances, sound, speech_processor, write_utterances
+from tiny_speech import recogniser, refused, some_utterances, sound, speech_processor, write_utterances
 from zoo import tiny
 
 TASK = open_task("librispeech/dev-clean")
@@ -27,12 +27,6 @@ KINDS = [("layer", "Wav2Vec2"), ("group", "Wav2Vec2"), ("layer", "Hubert"), ("gr
 @pytest.fixture
 def data(tmp_path):
     return write_utterances(tmp_path / "dev-clean", some_utterances())
-
-
-def refused(text, exit_code, action):
-    with pytest.raises(ApproxError, match=text) as caught:
-        action()
-    assert caught.value.exit_code == exit_code
 
 
 def logits(model, processor, encodings):

@@ -1,13 +1,17 @@
-"""A tiny classifier, its task, and a training of a second."""
+"""A tiny classifier, its task, and a training of a second, which may be interrupted."""
 
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from approx.conversion import surgery
 from approx.finetuning.finetune import finetune
 from approx.finetuning.options import FinetuneStage
+from approx.finetuning.trainer import Interrupted
 from approx.planning.plan import Plan
 from forms import HEDGEHOG
 from tiny_classifier import tiny_model, tiny_tokenizer
@@ -40,3 +44,33 @@ def options_of(data: str, **more: Any) -> FinetuneStage:
 
 def trained(model: Any, folder: Path, options: FinetuneStage, **more: Any) -> Any:
     return finetune(model, tiny_tokenizer(), options, folder=folder, **more)
+
+
+def stopping(at: int | None = None, by: int = signal.SIGINT) -> Callable[[str, int, int], None]:
+    """Progress that sends a signal after a step, or after the first one."""
+
+    def progress(what: str, n: int, total: int) -> None:
+        if " | " in what and at in (None, n):
+            signal.raise_signal(by)
+
+    return progress
+
+
+def interrupt(
+    model: Any, folder: Path, options: FinetuneStage, at: int | None = None, by: int = signal.SIGINT, **more: Any
+) -> None:
+    """Train until a signal ends it after a step."""
+    with pytest.raises(Interrupted):
+        trained(model, folder, options, progress=stopping(at, by), **more)
+
+
+def set_dropout(model: Any, share: float) -> None:
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = share
+
+
+def masking_tokenizer() -> Any:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"mask_token": "[MASK]"})
+    return tokenizer

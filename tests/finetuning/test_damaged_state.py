@@ -12,8 +12,7 @@ from safetensors.torch import save
 from approx.checkpoints.atomic_folder import CLAIM, claim
 from approx.errors import ApproxError, Exit
 from approx.finetuning.finetune import _finished, _read
-from approx.finetuning.trainer import Interrupted
-from tiny_training import model_of, options_of, trained, write_sst2
+from tiny_training import interrupt, model_of, options_of, trained, write_sst2
 
 ABOUT = {"options": {}, "data": "d", "model": "m", "weights": "w", "sites": {}}
 STATES = [
@@ -126,12 +125,7 @@ def interrupted(tmp_path_factory) -> tuple[str, Path]:
     folder = tmp_path_factory.mktemp("interrupted")
     data = write_sst2(folder)
 
-    def stop(what: str, n: int, total: int) -> None:
-        if " | " in what and n == 3:
-            signal.raise_signal(signal.SIGTERM)
-
-    with pytest.raises(Interrupted):
-        trained(model_of(), folder / "work", options_of(data, steps=4), progress=stop)
+    interrupt(model_of(), folder / "work", options_of(data, steps=4), 3, by=signal.SIGTERM)
     return data, folder / "work"
 
 

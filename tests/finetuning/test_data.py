@@ -26,6 +26,7 @@ from approx.tasks.task import Task
 from tiny_classifier import tiny_model, tiny_tokenizer
 from tiny_decoder import tiny_gpt2
 from tiny_study import LABELS, SENTENCES
+from tiny_training import masking_tokenizer
 from zoo import tiny
 
 SENTENCE_ROWS = [f"{SENTENCES[row % len(SENTENCES)]}\t{row % 2}" for row in range(40)]
@@ -221,15 +222,11 @@ def test_fewer_inputs_than_a_batch_holds_are_taken_again(sst2):
     assert {order[place][0] for place in range(8)} == {0, 1, 2}
 
 
-def test_text_is_predicted_and_hides_other_words_in_every_pass(tmp_path):
-    from zoo import tiny
+def test_text_is_predicted_and_hides_other_words_in_every_pass(corpus):
 
-    file = tmp_path / "corpus.txt"
-    file.write_text("the film is not very good the film is bad dull fine long " * 60)
-    tokenizer = tiny_tokenizer()
-    tokenizer.add_special_tokens({"mask_token": "[MASK]"})
+    tokenizer = masking_tokenizer()
     model = tiny("BertForMaskedLM")
-    made = read_data(FinetuneStage(text=[str(file)], length=16), model, tokenizer, labelled=True, language="mlm")
+    made = read_data(FinetuneStage(text=[corpus], length=16), model, tokenizer, labelled=True, language="mlm")
     first, second, again = made.batch([0], 0), made.batch([0], 1), made.batch([0], 1)
     assert first["input_ids"][0].tolist() == made.encodings[0]["input_ids"]
     assert not torch.equal(first["labels"], second["labels"])
@@ -238,25 +235,18 @@ def test_text_is_predicted_and_hides_other_words_in_every_pass(tmp_path):
     assert second["input_ids"][0][hidden].tolist() == [tokenizer.mask_token_id] * int(hidden.sum())
 
 
-def test_batches_of_later_passes_keep_the_length(tmp_path):
-    from zoo import tiny
+def test_batches_of_later_passes_keep_the_length(corpus):
 
-    file = tmp_path / "corpus.txt"
-    file.write_text("the film is not very good the film is bad dull fine long " * 60)
-    tokenizer = tiny_tokenizer()
-    tokenizer.add_special_tokens({"mask_token": "[MASK]"})
-    options = FinetuneStage(task="mlm", data=str(file), length=16)
+    tokenizer = masking_tokenizer()
+    options = FinetuneStage(task="mlm", data=corpus, length=16)
     made = read_data(options, tiny("BertForMaskedLM"), tokenizer, labelled=True, language="mlm")
     assert [made.batch([0], passed)["input_ids"].shape[1] for passed in (0, 1)] == [16, 16]
 
 
-def test_the_end_of_a_text_is_held_out(tmp_path):
-    from zoo import tiny
+def test_the_end_of_a_text_is_held_out(corpus):
 
-    file = tmp_path / "corpus.txt"
-    file.write_text("the film is not very good the film is bad dull fine long " * 60)
     made = read_data(
-        FinetuneStage(text=[str(file)], length=16),
+        FinetuneStage(text=[corpus], length=16),
         tiny("GPT2LMHeadModel"),
         tiny_tokenizer(),
         labelled=True,
@@ -340,7 +330,6 @@ def test_groups_stay_whole_and_the_seed_chooses_those_held_out(tmp_path):
 
 def test_an_input_keeps_the_target_of_its_own_window(tmp_path):
     """Two questions to a context that takes several windows: each row's answer is read back from that row's tokens."""
-    from zoo import tiny
 
     words = ["the", "film", "is", "not", "very", "good"] * 10
     words[7], words[50] = "dull", "fine"
@@ -377,13 +366,11 @@ def test_an_input_keeps_the_target_of_its_own_window(tmp_path):
 
 @pytest.mark.parametrize(("language", "architecture"), [("clm", "GPT2LMHeadModel"), ("mlm", "BertForMaskedLM")])
 def test_texts_are_read_whole_one_after_the_other_in_windows_of_the_length(language, architecture, tmp_path):
-    from zoo import tiny
 
     files = [tmp_path / "a.txt", tmp_path / "b.txt"]
     for word, file in zip(("the", "bad"), files, strict=True):
         file.write_text(f"{word} " * 400)
-    tokenizer = tiny_tokenizer()
-    tokenizer.add_special_tokens({"mask_token": "[MASK]"})
+    tokenizer = masking_tokenizer()
     options = FinetuneStage(text=[str(file) for file in files], length=16, validation=1)
     made = read_data(options, tiny(architecture), tokenizer, labelled=True, language=language)
     assert {example.inputs["text"][:3] for example in made.split.examples} == {"the", "bad"}
@@ -405,7 +392,6 @@ def test_texts_are_read_whole_one_after_the_other_in_windows_of_the_length(langu
 
 
 def test_a_model_without_a_limit_reads_text_in_windows_of_512_tokens(tmp_path, monkeypatch):
-    from zoo import tiny
 
     file = tmp_path / "a.txt"
     file.write_text("bad " * 3000)
@@ -422,7 +408,6 @@ def test_only_floats_take_the_dtype_of_the_model():
 
 
 def test_a_task_for_another_kind_of_input_is_refused_without_labels_too(tmp_path):
-    from zoo import tiny
 
     with pytest.raises(ApproxError, match=r"makes input_ids, but a Wav2Vec2ForCTC takes input_values") as caught:
         data_of(FinetuneStage(task="needle", settings={"length": 64}), tiny("Wav2Vec2ForCTC"), labelled=False)

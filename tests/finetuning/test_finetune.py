@@ -4,7 +4,6 @@ import copy
 import json
 import math
 import re
-import signal
 import threading
 import time
 from pathlib import Path
@@ -21,10 +20,11 @@ from approx.finetuning import finetune as finetuning
 from approx.finetuning import trainer
 from approx.finetuning.finetune import BudgetMetError, finetune
 from approx.finetuning.options import FinetuneStage
-from approx.finetuning.trainer import Interrupted, Measure, Outcome
+from approx.finetuning.trainer import Measure, Outcome
 from approx.planning.plan import Plan
 from tiny_classifier import tiny_tokenizer
-from tiny_training import ROWS, model_of, options_of, trained
+from tiny_training import ROWS, interrupt, masking_tokenizer, model_of, options_of, trained
+from zoo import tiny
 
 
 def test_learns_a_task_and_reports_the_training(sst2, tmp_path):
@@ -39,6 +39,8 @@ def test_learns_a_task_and_reports_the_training(sst2, tmp_path):
     assert done.measure == "accuracy"
     assert done.after == 1.0
     assert done.before < 1.0
+    assert done.helped
+    assert not any("did not help" in note for note in done.notes)
     transfer, task = done.phases
     assert transfer.measure == "loss"
     losses = [point["loss"] for point in task.curve if "loss" in point]
@@ -99,7 +101,7 @@ def test_the_weights_of_the_best_step_are_kept(sst2, tmp_path, monkeypatch):
 
 # One of each kind; tests/finetuning/test_learning.py has all of them, in every family.
 @pytest.mark.parametrize("mechanism", ["clustered", "performer"])
-@pytest.mark.sample(1)
+@pytest.mark.sample(0)
 def test_the_loss_goes_down_with_the_settings_of_training(mechanism, sst2, tmp_path):
     settings = {"performer": {"redraw_every": 3}, "linear": {"feature_map": "hedgehog"}}.get(mechanism, {})
     model = model_of(mechanism, **settings)
@@ -313,18 +315,13 @@ def test_outside_the_main_thread_it_trains_without_its_signals(sst2, tmp_path):
 
 @pytest.mark.parametrize("architecture", ["GPT2LMHeadModel", "LlamaForCausalLM", "BertForMaskedLM"])
 @pytest.mark.sample(1)
-def test_text_continues_pre_training(architecture, tmp_path):
-    from zoo import tiny
-
-    file = tmp_path / "corpus.txt"
-    file.write_text("the film is not very good the film is bad dull fine long " * 60, encoding="utf-8")
-    model, tokenizer = tiny(architecture), tiny_tokenizer()
-    tokenizer.add_special_tokens({"mask_token": "[MASK]"})
+def test_text_continues_pre_training(architecture, tmp_path, corpus):
+    model, tokenizer = tiny(architecture), masking_tokenizer()
     settings = {"left": 4, "right": 4} if "Bert" in architecture else {"left": 4}
     surgery.convert(model, Plan.of("local", **settings))  # type: ignore[arg-type]  # settings are keywords of any kind
     mode = "mlm" if "Bert" in architecture else "clm"
     options = FinetuneStage(
-        recover=[mode], text=[str(file)], length=16, steps=20, batch_size=8, learning_rate=5e-3, evaluate_every=20
+        recover=[mode], text=[corpus], length=16, steps=20, batch_size=8, learning_rate=5e-3, evaluate_every=20
     )
     done = finetune(model, tokenizer, options, folder=tmp_path / "work")
     assert set(done.options) >= {"text", "length"}
@@ -334,10 +331,8 @@ def test_text_continues_pre_training(architecture, tmp_path):
     assert done.after < 0.8 * done.before
 
 
-def test_a_model_without_a_score_ends_in_evaluation_mode_and_names_its_loss(tmp_path):
-    text = tmp_path / "corpus.txt"
-    text.write_text("the film is not very good the film is bad dull fine long " * 60, encoding="utf-8")
-    options = FinetuneStage(recover=["distill"], text=[str(text)], length=16, steps=1, batch_size=4)
+def test_a_model_without_a_score_ends_in_evaluation_mode_and_names_its_loss(tmp_path, corpus):
+    options = FinetuneStage(recover=["distill"], text=[corpus], length=16, steps=1, batch_size=4)
     done = finetune(model := model_of(), tiny_tokenizer(), options, folder=tmp_path / "work")
     assert not model.training
     assert (done.measure, done.exact, done.before, done.after) == ("loss", None, None, None)
@@ -353,13 +348,8 @@ def test_an_order_of_labels_that_scores_far_better_is_still_noted_after_a_resump
         for parameter in base.classifier.parameters():
             parameter.copy_(parameter.flip(0))
 
-    def stop(what: str, n: int, total: int) -> None:
-        if " | " in what:
-            signal.raise_signal(signal.SIGINT)
-
     options = options_of(sst2, steps=4, learning_rate=1e-9, batch_size=72)
-    with pytest.raises(Interrupted):
-        trained(copy.deepcopy(base), tmp_path / "work", options, progress=stop)
+    interrupt(copy.deepcopy(base), tmp_path / "work", options)
     done = trained(base, tmp_path / "work", options, resume=True)
     assert "with the labels in another order: set --labels" in " ".join(done.notes)
 
@@ -437,9 +427,6 @@ def test_training_that_does_not_help_keeps_the_weights_it_began_with(sst2, tmp_p
     assert done.phases[0].curve[0] == {"step": 0, "validation": done.before}
     assert "Training did not help: no step was better" in done.notes[-1]
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
-    helped = trained(model_of(), tmp_path / "other", options_of(sst2, steps=40))
-    assert helped.helped
-    assert not any("did not help" in note for note in helped.notes)
 
 
 def test_weights_that_score_worse_than_those_before_training_are_not_kept(sst2, tmp_path, monkeypatch):
@@ -474,13 +461,8 @@ def test_mechanisms_are_fitted_to_training_inputs_unless_they_score_worse(scores
 
     monkeypatch.setattr(finetuning, "calibrate", noted)
 
-    def stop(what: str, n: int, total: int) -> None:
-        if " | " in what:
-            signal.raise_signal(signal.SIGINT)
-
     options = options_of(sst2, recover=["distill"], steps=2, learning_rate=1e-9, mechanism_learning_rate=1e-9)
-    with pytest.raises(Interrupted):
-        trained(model, tmp_path / "work", options, progress=stop)
+    interrupt(model, tmp_path / "work", options)
     (inputs,) = seen
     assert set(inputs) == {"input_ids", "token_type_ids", "attention_mask"}
     assert len(inputs["input_ids"]) == 16
@@ -541,7 +523,7 @@ def test_validation_takes_a_tenth_of_a_time_budget_at_most(sst2, tmp_path, monke
         monkeypatch.setattr(module, "time", times)
 
     def progress(what: str, n: int, total: int) -> None:
-        clock[0] += 1.0 if " | " in what else 0.0
+        clock[0] += 4.0 if " | " in what else 0.0
 
     options = options_of(sst2, steps=1000, evaluate_every=None, time_budget="160s", validation=1000)
     done = trained(model_of(), tmp_path / "work", options, progress=progress)
@@ -565,11 +547,9 @@ def test_validation_takes_a_tenth_of_a_time_budget_at_most(sst2, tmp_path, monke
         assert trained(model_of(), tmp_path / budget, options, progress=progress).held_out == count
 
 
-def test_a_budget_needs_a_converted_model_with_a_score(sst2, tmp_path):
+def test_a_budget_needs_a_converted_model_with_a_score(sst2, tmp_path, corpus):
     with pytest.raises(ApproxError, match=r"loss<=1 is a loss of score .* this model is exact already. Leave it out"):
         trained(model_of(None), tmp_path / "work", options_of(sst2, budget="loss<=1"))
-    text = tmp_path / "corpus.txt"
-    text.write_text("the film is not very good the film is bad dull fine long " * 60, encoding="utf-8")
-    options = FinetuneStage(recover=["distill"], text=[str(text)], length=16, steps=1, budget="loss<=1")
+    options = FinetuneStage(recover=["distill"], text=[corpus], length=16, steps=1, budget="loss<=1")
     with pytest.raises(ApproxError, match="this model has no score on these examples"):
         finetune(model_of(), tiny_tokenizer(), options, folder=tmp_path / "work")

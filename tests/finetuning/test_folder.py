@@ -26,9 +26,8 @@ from forms import HEDGEHOG
 from tiny_classifier import WORDS, tiny_tokenizer
 from tiny_decoder import save
 from tiny_study import tiny_checkpoint
+from tiny_training import stopping, write_sst2
 from zoo import tiny
-
-ROWS = [f"{word} the film is\t{label}" for word, label in [("good", 1), ("bad", 0), ("fine", 1), ("dull", 0)] * 20]
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +35,16 @@ def study(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("finetuning")
     tiny_checkpoint(folder / "base")
     convert(folder / "base", folder / "converted", Plan.of("linear", **{**HEDGEHOG, "window": 1}))
-    (folder / "SST-2").mkdir()
-    (folder / "SST-2" / "train.tsv").write_text("\n".join(["sentence\tlabel", *ROWS]) + "\n", encoding="utf-8")
+    write_sst2(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def whole(study, tmp_path_factory) -> bytes:
+    """The weights after a training that nothing interrupts."""
+    folder = tmp_path_factory.mktemp("whole") / "healed"
+    finetune_folder(study / "converted", folder, options_of(study, recover=["task"]))
+    return (folder / "model.safetensors").read_bytes()
 
 
 def options_of(study: Path, **more: Any) -> FinetuneStage:
@@ -111,7 +117,7 @@ def test_healed_folder_loads_like_any_other_and_records_its_training(study, tmp_
 
 def test_trained_weights_are_reverted_only_by_force(study, tmp_path):
     assert finetune_folder(
-        study / "converted", tmp_path / "healed", options_of(study, recover=["task"], steps=40)
+        study / "converted", tmp_path / "healed", options_of(study, recover=["task"], steps=24)
     ).helped
     with pytest.raises(ApproxError, match="trained after its conversion") as caught:
         revert(tmp_path / "healed", tmp_path / "base")
@@ -129,8 +135,17 @@ def test_a_folder_whose_mechanisms_alone_were_trained_reverts_to_its_base(study,
     assert all(torch.equal(found[name], base[name]) for name in base)
 
 
-def test_an_exact_checkpoint_is_trained_into_a_plain_folder(study, tmp_path):
-    done = finetune_folder(study / "base", tmp_path / "trained", options_of(study))
+def test_an_exact_checkpoint_is_trained_into_a_plain_folder_and_checkpoints_into_the_working_folder(study, tmp_path):
+    found: list[str] = []
+
+    def look(what: str, n: int, total: int) -> None:
+        if " | " in what and n == 5:
+            found.extend(sorted(path.name for path in (tmp_path / "mine" / "0-task").iterdir()))
+
+    how = {"working": tmp_path / "mine", "progress": look}
+    done = finetune_folder(study / "base", tmp_path / "trained", options_of(study), **how)
+    assert found == ["checkpoint-3"]
+    assert [path.name for path in tmp_path.iterdir()] == ["trained"]
     assert done.exact is None
     assert done.recover == ["task"]
     opened = checkpoint.load(tmp_path / "trained")
@@ -149,15 +164,11 @@ def test_adapters_leave_no_trace(study, tmp_path):
     assert names == set(checkpoint.load(study / "converted").model.state_dict())
 
 
-def test_interrupted_training_is_stored_next_to_the_output_and_resumed(study, tmp_path):
+def test_interrupted_training_is_stored_next_to_the_output_and_resumed(study, whole, tmp_path):
     options = options_of(study, recover=["task"])
 
-    def stop(what: str, n: int, total: int) -> None:
-        if " | " in what and n == 4:
-            signal.raise_signal(signal.SIGINT)
-
     with pytest.raises(Interrupted):
-        finetune_folder(study / "converted", tmp_path / "healed", options, progress=stop)
+        finetune_folder(study / "converted", tmp_path / "healed", options, progress=stopping(4))
     assert [path.name for path in tmp_path.iterdir()] == ["healed.training"]
     with pytest.raises(ApproxError, match="--resume"):
         finetune_folder(study / "converted", tmp_path / "healed", options)
@@ -172,10 +183,8 @@ def test_interrupted_training_is_stored_next_to_the_output_and_resumed(study, tm
         progress=lambda what, n, total: steps.append(n) if " | " in what else None,
     )
     assert steps == [5, 6]
-    finetune_folder(study / "converted", tmp_path / "whole", options)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["healed", "whole"]
-    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("healed", "whole")]
-    assert weights[0] == weights[1]
+    assert [path.name for path in tmp_path.iterdir()] == ["healed"]
+    assert (tmp_path / "healed" / "model.safetensors").read_bytes() == whole
 
 
 def test_a_training_killed_after_its_last_step_is_resumed_to_what_it_wrote(study, tmp_path, monkeypatch):
@@ -219,12 +228,8 @@ def test_a_training_killed_after_its_last_step_is_resumed_to_what_it_wrote(study
 def test_refused_options_with_force_keep_the_unfinished_training(study, tmp_path):
     options = options_of(study, recover=["task"])
 
-    def stop(what: str, n: int, total: int) -> None:
-        if " | " in what and n == 4:
-            signal.raise_signal(signal.SIGINT)
-
     with pytest.raises(Interrupted):
-        finetune_folder(study / "converted", tmp_path / "healed", options, progress=stop)
+        finetune_folder(study / "converted", tmp_path / "healed", options, progress=stopping(4))
     with pytest.raises(ApproxError, match="plain text"):
         finetune_folder(study / "converted", tmp_path / "healed", options_of(study, recover=["clm"]), force=True)
     assert list((tmp_path / "healed.training").glob("*/checkpoint-4"))
@@ -235,7 +240,7 @@ def test_refused_options_with_force_keep_the_unfinished_training(study, tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["healed"]
 
 
-def test_full_disk_ends_training_with_one_line_and_resumes_from_the_saved_state(study, tmp_path):
+def test_full_disk_ends_training_with_one_line_and_resumes_from_the_saved_state(study, whole, tmp_path):
     options, limits = options_of(study, recover=["task"]), resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
@@ -251,9 +256,7 @@ def test_full_disk_ends_training_with_one_line_and_resumes_from_the_saved_state(
         signal.signal(signal.SIGXFSZ, before)
     assert caught.value.exit_code == Exit.UNAVAILABLE
     finetune_folder(study / "converted", tmp_path / "healed", options, resume=True)
-    finetune_folder(study / "converted", tmp_path / "whole", options)
-    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("healed", "whole")]
-    assert weights[0] == weights[1]
+    assert (tmp_path / "healed" / "model.safetensors").read_bytes() == whole
 
 
 def test_a_teacher_has_to_be_exact_of_the_same_kind_and_to_read_the_same_tokens(study, tmp_path):
@@ -370,24 +373,6 @@ def test_checks_folders_and_sharding_before_it_opens_the_checkpoint(study, tmp_p
         assert caught.value.exit_code == Exit.UNSUPPORTED
     assert (tmp_path / "mine" / "notes.txt").read_text() == "mine"
     assert not (tmp_path / "new").exists()
-
-
-def test_writes_checkpoints_to_the_working_folder_and_removes_them_at_the_end(study, tmp_path):
-    found: list[str] = []
-
-    def look(what: str, n: int, total: int) -> None:
-        if " | " in what and n == 5:
-            found.extend(sorted(path.name for path in (tmp_path / "mine" / "0-task").iterdir()))
-
-    finetune_folder(
-        study / "converted",
-        tmp_path / "healed",
-        options_of(study, recover=["task"]),
-        working=tmp_path / "mine",
-        progress=look,
-    )
-    assert found == ["checkpoint-3"]
-    assert [path.name for path in tmp_path.iterdir()] == ["healed"]
 
 
 def test_the_text_that_was_trained_on_is_not_named_in_the_checkpoint(study):

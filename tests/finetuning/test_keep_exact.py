@@ -2,7 +2,6 @@
 
 import copy
 import json
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,14 @@ from approx.evaluation.record import Trained
 from approx.finetuning import finetune
 from approx.finetuning.divergence import of_layers
 from approx.finetuning.finetune import finetune_folder, prepare_training, rehearse
-from approx.finetuning.trainer import Interrupted, without_targets
+from approx.finetuning.trainer import without_targets
 from approx.planning.plan import Plan
 from approx.planning.rule import Rule
 from approx.publishing.plots import training_table
 from forms import HEDGEHOG
 from tiny_classifier import tiny_model, tiny_tokenizer
 from tiny_study import LABELS
-from tiny_training import model_of, options_of, trained, write_sst2
+from tiny_training import interrupt, model_of, options_of, trained, write_sst2
 from typed import known
 
 WINDOW = Plan.of("local", left=0, right=0)
@@ -221,12 +220,7 @@ def test_a_resumed_training_keeps_the_same_layers_and_compares_none_again(sst2, 
     options = options_of(sst2, recover=["task"], steps=6, evaluate_every=2, keep_exact=1)
     whole = trained(uninterrupted := converted(1), tmp_path / "whole", options)
 
-    def stop(what: str, n: int, total: int) -> None:
-        if " | " in what and n == 3:
-            signal.raise_signal(signal.SIGINT)
-
-    with pytest.raises(Interrupted):
-        trained(converted(1), tmp_path / "work", options, progress=stop)
+    interrupt(converted(1), tmp_path / "work", options, 3)
     with pytest.raises(ApproxError, match="other options"):
         trained(converted(1), tmp_path / "work", options.model_copy(update={"keep_exact": None}), resume=True)
     with monkeypatch.context() as patch:
@@ -240,12 +234,7 @@ def test_a_resumed_training_keeps_the_same_layers_and_compares_none_again(sst2, 
 def test_a_training_of_a_version_without_the_option_goes_on(sst2, tmp_path):
     options = options_of(sst2, steps=6, evaluate_every=2)
 
-    def stop(what: str, n: int, total: int) -> None:
-        if " | " in what and n == 3:
-            signal.raise_signal(signal.SIGINT)
-
-    with pytest.raises(Interrupted):
-        trained(model_of(), tmp_path / "work", options, progress=stop)
+    interrupt(model_of(), tmp_path / "work", options, 3)
     file = tmp_path / "work" / "training.json"
     state = json.loads(file.read_text())
     del state["about"]["options"]["keep_exact"], state["kept_exact"]

@@ -1,6 +1,5 @@
 """Logits of a teacher that are kept: the loss is the same, the teacher rests, and what is left out is stated."""
 
-import signal
 from typing import Any
 
 import pytest
@@ -10,11 +9,11 @@ from approx.conversion import surgery
 from approx.errors import ApproxError, Exit
 from approx.finetuning.finetune import prepare_training
 from approx.finetuning.options import Distillation, FinetuneStage
-from approx.finetuning.trainer import Distill, Interrupted, KeptLogits
+from approx.finetuning.trainer import Distill, KeptLogits
 from approx.planning.plan import Plan
 from tiny_classifier import tiny_tokenizer
 from tiny_decoder import tiny_gpt2
-from tiny_training import model_of, options_of, trained
+from tiny_training import interrupt, model_of, options_of, trained
 from zoo import tiny
 
 OUTPUTS = Distillation(logits=1.0, hidden=0.0, temperature=2.0)
@@ -111,12 +110,7 @@ def test_a_resumed_training_with_kept_logits_ends_with_the_same_weights(sst2, tm
     options = options_of(sst2, recover=["distill"], steps=30, distill={"hidden": 0.0, "cache": 1}, evaluate_every=10)
     whole = trained(uninterrupted := model_of(), tmp_path / "whole", options)
 
-    def stop(what: str, n: int, total: int) -> None:
-        if " | " in what and n == 13:
-            signal.raise_signal(signal.SIGINT)
-
-    with pytest.raises(Interrupted):
-        trained(model_of(), tmp_path / "work", options, progress=stop)
+    interrupt(model_of(), tmp_path / "work", options, 13)
     done = trained(model := model_of(), tmp_path / "work", options, resume=True)
     assert done.after == whole.after
     assert all(torch.equal(x, uninterrupted.state_dict()[name]) for name, x in model.state_dict().items())

@@ -25,6 +25,7 @@ from approx.finetuning.trainer import (
 from approx.planning.plan import Plan, Rule
 from approx.planning.positions import example_inputs
 from approx.seam.observe import observe
+from tiny_training import set_dropout
 from zoo import tiny
 
 HEDGEHOG = {**forms.HEDGEHOG, "window": 2}
@@ -47,6 +48,15 @@ def error_of(outputs: torch.Tensor, target: torch.Tensor, mask: torch.Tensor) ->
 
 def inputs_of(model, length: int = 24):
     return example_inputs(model, length, batch=2, padded=6, device=model.device)
+
+
+@torch.no_grad()
+def calls_of(model, inputs) -> list[Any]:
+    """The calls of attention in evaluation mode."""
+    calls: list[Any] = []
+    with observe(model, calls.append):
+        model.eval()(**inputs)
+    return calls
 
 
 @pytest.mark.parametrize(
@@ -217,15 +227,9 @@ def test_padding_counts_in_no_attention_output_of_an_exact_layer(architecture):
     model = tiny(architecture)
     surgery.convert(model, Plan((Rule("local", "0", settings={"left": 1}),)))
     teacher, inputs = teacher_of(model), inputs_of(model)
-    calls: dict[str, list[Any]] = {"model": [], "target": []}
-    with torch.no_grad():
-        for one, into in zip((model, teacher), calls.values(), strict=True):
-            with observe(one, into.append):
-                one(**inputs)
-    assert any(call.mechanism is None for call in calls["model"])
-    errors = [
-        float(error_of(x.output, y.output, inputs["attention_mask"])) for x, y in zip(*calls.values(), strict=True)
-    ]
+    calls = [calls_of(one, inputs) for one in (model, teacher)]
+    assert any(call.mechanism is None for call in calls[0])
+    errors = [float(error_of(x.output, y.output, inputs["attention_mask"])) for x, y in zip(*calls, strict=True)]
     loss = Distill(teacher, Distillation(logits=0.0, hidden=0.0, attention=1.0)).loss(model, model, inputs)
     assert float(loss.detach()) == pytest.approx(sum(errors) / len(errors), rel=1e-3)
 
@@ -315,12 +319,7 @@ def test_each_part_is_a_mean_over_layers_by_its_weight(part):
         with torch.no_grad():
             outputs, target = (one(**inputs, output_hidden_states=True).hidden_states[1:] for one in (model, teacher))
     else:
-        calls: dict[str, list[Any]] = {"model": [], "target": []}
-        with torch.no_grad():
-            for one, into in zip((model, teacher), calls.values(), strict=True):
-                with observe(one, into.append):
-                    one(**inputs)
-        outputs, target = ([call.output for call in into] for into in calls.values())
+        outputs, target = ([call.output for call in calls_of(one, inputs)] for one in (model, teacher))
     errors = [float(error_of(x, y, inputs["attention_mask"])) for x, y in zip(outputs, target, strict=True)]
     assert once == pytest.approx(sum(errors) / 3, rel=1e-4)
 
@@ -330,16 +329,11 @@ def test_transfer_with_projections_compares_what_mechanisms_make_of_their_own_in
     inputs = inputs_of(model)
     names = [f"{layer}.weight" for layer in attention_layers(model, inputs)["before"]]
     loss = Transfer(model, joint=False, match="outputs", projections=names).loss(model, model, inputs)
-    calls: dict[str, list[Any]] = {"target": [], "model": []}
-    with torch.no_grad(), observe(model, calls["model"].append):
-        model.eval()(**inputs)
-    with torch.no_grad(), exactly(model), observe(model, calls["target"].append):
-        model.eval()(**inputs)
+    outputs = calls_of(model, inputs)
+    with exactly(model):
+        targets = calls_of(model, inputs)
     real = inputs["attention_mask"][:, None, :, None]
-    errors = [
-        relative_error(outputs.output, target.output, real)
-        for outputs, target in zip(calls["model"], calls["target"], strict=True)
-    ]
+    errors = [relative_error(one.output, other.output, real) for one, other in zip(outputs, targets, strict=True)]
     assert float(loss.detach()) == pytest.approx(float(torch.stack(errors).mean()), rel=1e-4)
 
 
@@ -347,11 +341,11 @@ def test_transfer_with_projections_compares_what_mechanisms_make_of_their_own_in
 @pytest.mark.parametrize("joint", [False, True])
 def test_outputs_are_compared_with_exact_attention_on_the_same_inputs(architecture, joint):
     model = converted(architecture, **HEDGEHOG)
-    inputs, calls = inputs_of(model), []
+    inputs = inputs_of(model)
     objective = Transfer(model, joint=joint, match="outputs")
     loss = float(objective.loss(model, model, inputs).detach())
-    with torch.no_grad(), nullcontext() if joint else exactly(model), observe(model, calls.append):
-        model.eval()(**inputs)
+    with nullcontext() if joint else exactly(model):
+        calls = calls_of(model, inputs)
     errors = []
     for call in calls:
         k, v = (x.repeat_interleave(call.q.shape[1] // x.shape[1], 1) for x in (call.k, call.v))
@@ -360,22 +354,7 @@ def test_outputs_are_compared_with_exact_attention_on_the_same_inputs(architectu
         scores = (call.q @ k.transpose(2, 3) * call.mechanism.scale).masked_fill(~seen, float("-inf"))
         with torch.no_grad():
             mine = call.mechanism(call.q, call.k, call.v, call.mask)
-        errors.append(relative_error(mine, scores.softmax(-1).nan_to_num() @ v, call.mask[:, None, :, None]))
-    assert loss == pytest.approx(float(torch.stack(errors).mean()), rel=1e-3)
-
-
-def test_transfer_is_the_mean_over_layers_of_the_error_on_the_same_inputs():
-    model = converted("BertForSequenceClassification", **HEDGEHOG)
-    inputs = inputs_of(model)
-    calls = []
-    with torch.no_grad(), exactly(model), observe(model, calls.append):
-        model.eval()(**inputs)
-    errors = []
-    for call in calls:
-        with torch.no_grad():
-            mine = call.mechanism(call.q, call.k, call.v, call.mask)
-        errors.append(float(error_of(mine, call.output, call.mask)))
-    loss = float(Transfer(model, joint=False, match="outputs").loss(model, model, inputs).detach())
+        errors.append(float(error_of(mine, scores.softmax(-1).nan_to_num() @ v, call.mask)))
     assert len(errors) == 3
     assert loss == pytest.approx(sum(errors) / 3, rel=1e-3)
 
@@ -384,9 +363,8 @@ def test_transfer_is_the_mean_over_layers_of_the_error_on_the_same_inputs():
 def test_weights_are_compared_with_the_softmax_over_visible_keys(architecture):
     model = converted(architecture, **HEDGEHOG)
     inputs = inputs_of(model)
-    calls = []
-    with torch.no_grad(), exactly(model), observe(model, calls.append):
-        model.eval()(**inputs)
+    with exactly(model):
+        calls = calls_of(model, inputs)
     expected = []
     for call in calls:
         keys = call.k.repeat_interleave(call.q.shape[1] // call.k.shape[1], 1)
@@ -418,9 +396,7 @@ def test_labels_that_do_not_exclude_each_other_are_distilled_one_by_one(temperat
 def test_a_teacher_uses_no_dropout_and_learns_nothing():
     model = converted("BertForSequenceClassification", "local", left=1, right=1)
     teacher, inputs = teacher_of(model), inputs_of(model)
-    for module in teacher.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.5
+    set_dropout(teacher, 0.5)
     losses = []
     for _ in range(2):
         objective = Distill(teacher.train(), Distillation(attention=1.0))
@@ -432,9 +408,7 @@ def test_a_teacher_uses_no_dropout_and_learns_nothing():
 @pytest.mark.parametrize("joint", [False, True])
 def test_transfer_is_without_dropout_in_a_model_that_is_training(joint):
     model = converted("BertForSequenceClassification", **HEDGEHOG)
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.5
+    set_dropout(model, 0.5)
     inputs, objective = inputs_of(model), Transfer(model, joint=joint, match="outputs")
     expected = float(objective.loss(model.eval(), model, inputs).detach())
     assert float(objective.loss(model.train(), model, inputs).detach()) == pytest.approx(expected, rel=1e-6)
@@ -478,9 +452,9 @@ def test_mechanisms_of_groups_of_heads_are_fitted_each_to_its_own_heads():
     model = tiny("BertForSequenceClassification")
     rules = (Rule("linear", "0", heads="0-1", settings=HEDGEHOG), Rule("local", "0", heads="2-3", settings={"left": 1}))
     surgery.convert(model, Plan(rules))
-    inputs, calls = inputs_of(model), []
-    with torch.no_grad(), exactly(model), observe(model, calls.append):
-        model.eval()(**inputs)
+    inputs = inputs_of(model)
+    with exactly(model):
+        calls = calls_of(model, inputs)
     (call,) = [one for one in calls if one.mechanism is not None]
     part = next(one for one in call.members() if list(one.mechanism.parameters()))
     with torch.no_grad():

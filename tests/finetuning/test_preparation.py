@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from approx.finetuning.options import FinetuneStage
 from approx.finetuning.trainer import Distill, Measure, Supervised, Transfer, head_parameters, mechanism_parameters
 from approx.planning.plan import Plan
 from tiny_classifier import tiny_tokenizer
-from tiny_training import model_of, write_sst2
+from tiny_training import masking_tokenizer, model_of, set_dropout, write_sst2
 from typed import known
 from zoo import tiny
 
@@ -63,13 +64,10 @@ def test_mode_has_defaults_that_options_override(data, recover, options, expecte
 @pytest.mark.parametrize(
     ("mode", "architecture", "rate"), [("clm", "GPT2LMHeadModel", 2e-4), ("mlm", "BertForMaskedLM", 1e-4)]
 )
-def test_pre_training_has_its_own_defaults_and_the_time_of_transfer(mode, architecture, rate, tmp_path):
-    file = tmp_path / "corpus.txt"
-    file.write_text("the film is not very good the film is bad dull fine long " * 60)
-    model, tokenizer = tiny(architecture), tiny_tokenizer()
-    tokenizer.add_special_tokens({"mask_token": "[MASK]"})
+def test_pre_training_has_its_own_defaults_and_the_time_of_transfer(mode, architecture, rate, corpus):
+    model, tokenizer = tiny(architecture), masking_tokenizer()
     surgery.convert(model, Plan.of("linear", feature_map="hedgehog"))
-    stage = FinetuneStage(recover=["transfer", mode], text=[str(file)], length=16, time_budget="80s")
+    stage = FinetuneStage(recover=["transfer", mode], text=[corpus], length=16, time_budget="80s")
     transfer, phase = prepare_training(model, tokenizer, stage).phases
     assert (transfer.seconds, phase.seconds) == (40.0, 40.0)
     assert (phase.batch_size, phase.learning_rate, phase.mechanism_learning_rate) == (
@@ -82,37 +80,26 @@ def test_pre_training_has_its_own_defaults_and_the_time_of_transfer(mode, archit
 @pytest.mark.parametrize(
     ("mode", "architecture", "task"), [("mlm", "GPT2LMHeadModel", "mlm"), ("clm", "BertForMaskedLM", "lm")]
 )
-def test_a_text_is_read_as_the_mode_asks_and_refused_where_the_head_does_not_fit(mode, architecture, task, tmp_path):
-    file = tmp_path / "corpus.txt"
-    file.write_text("the film is not very good the film is bad dull fine long " * 60)
-    tokenizer = tiny_tokenizer()
-    tokenizer.add_special_tokens({"mask_token": "[MASK]"})
+def test_a_text_is_read_as_the_mode_asks_and_refused_where_the_head_does_not_fit(mode, architecture, task, corpus):
+    tokenizer = masking_tokenizer()
     with pytest.raises(ApproxError, match=rf"^{task}\b") as caught:
-        prepare_training(tiny(architecture), tokenizer, FinetuneStage(recover=[mode], text=[str(file)], length=16))
+        prepare_training(tiny(architecture), tokenizer, FinetuneStage(recover=[mode], text=[corpus], length=16))
     assert caught.value.exit_code == Exit.UNSUPPORTED
 
 
-@pytest.mark.parametrize(("batch", "steps"), [(1, 72 * 4), (2, 200)])
-def test_steps_are_those_of_one_pass_within_bounds(data, tmp_path, batch, steps):
-    from pathlib import Path
-
-    folder = tmp_path / "SST-2"
-    folder.mkdir()
-    head, *rows = (Path(data) / "train.tsv").read_text().splitlines()
-    (folder / "train.tsv").write_text("\n".join([head, *rows * 4]) + "\n")
-    (phase,) = prepared(str(folder), recover=["task"], batch_size=batch).phases
-    assert phase.steps == max(steps, 288 // batch if batch == 1 else 200)
+def many(folder, times):
+    """The same rows, several times."""
+    file = Path(write_sst2(folder), "train.tsv")
+    head, *rows = file.read_text().splitlines()
+    file.write_text("\n".join([head, *rows * times]) + "\n")
+    return str(file.parent)
 
 
-def test_a_large_file_has_a_most_of_steps(data, tmp_path):
-    from pathlib import Path
-
-    folder = tmp_path / "SST-2"
-    folder.mkdir()
-    head, *rows = (Path(data) / "train.tsv").read_text().splitlines()
-    (folder / "train.tsv").write_text("\n".join([head, *rows * 30]) + "\n")
-    (phase,) = prepared(str(folder), recover=["task"], batch_size=1).phases
-    assert phase.steps == 2000
+# A tenth is held out.
+@pytest.mark.parametrize(("times", "batch", "steps"), [(4, 1, 72 * 4), (4, 2, 200), (30, 1, 2000)])
+def test_steps_are_those_of_one_pass_within_bounds(tmp_path, times, batch, steps):
+    (phase,) = prepared(many(tmp_path, times), recover=["task"], batch_size=batch).phases
+    assert phase.steps == steps
 
 
 @pytest.mark.parametrize(
@@ -121,12 +108,7 @@ def test_a_large_file_has_a_most_of_steps(data, tmp_path):
     [(1000, 8, 100, 100), (100, 8, 100, 100), (50, 8, 60, 50), (1, 8, 16, 1)],
 )
 def test_fewer_examples_are_validated_on_where_few_are_trained_on(steps, batch, used, every, tmp_path):
-    from pathlib import Path
-
-    folder = write_sst2(tmp_path)
-    head, *rows = (Path(folder) / "train.tsv").read_text().splitlines()
-    (Path(folder) / "train.tsv").write_text("\n".join([head, *rows * 20]) + "\n")
-    made = prepared(folder, recover=["task"], steps=steps, batch_size=batch, validation=100)
+    made = prepared(many(tmp_path, 20), recover=["task"], steps=steps, batch_size=batch, validation=100)
     assert (len(made.data.validated.examples), made.phases[0].evaluate_every) == (used, every)
     whole = [example.id for example in made.data.held_out.examples]
     chosen = [whole.index(example.id) for example in made.data.validated.examples]
@@ -315,9 +297,7 @@ def test_measures_the_metric_or_a_distance_from_the_teacher(data):
 @pytest.mark.parametrize("batch_size", [1, 3, 8, 100])
 def test_a_held_out_loss_is_the_mean_over_inputs_in_batches_of_any_size(data, batch_size):
     model = model_of(None)
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.5
+    set_dropout(model, 0.5)
     made = prepared(data, model, recover=["task"])
     phase = replace(made.phases[0], mode="transfer", batch_size=batch_size)
     losses = []
@@ -409,22 +389,17 @@ def test_names_missing_packages_before_it_reads_data(data, monkeypatch):
 
 
 @pytest.mark.parametrize(("architecture", "language"), [("BertForMaskedLM", "mlm"), ("GPT2LMHeadModel", "lm")])
-def test_a_text_is_read_as_the_head_predicts_it(architecture, language, tmp_path):
-    file = tmp_path / "corpus.txt"
-    file.write_text("the film is not very good the film is bad dull fine long " * 60)
-    model, tokenizer = tiny(architecture), tiny_tokenizer()
-    tokenizer.add_special_tokens({"mask_token": "[MASK]"})
+def test_a_text_is_read_as_the_head_predicts_it(architecture, language, corpus):
+    model, tokenizer = tiny(architecture), masking_tokenizer()
     surgery.convert(model, Plan.of("local", left=2))
-    stage = FinetuneStage(recover=["distill"], text=[str(file)], length=16)
+    stage = FinetuneStage(recover=["distill"], text=[corpus], length=16)
     assert prepare_training(model, tokenizer, stage).data.task.name == language
 
 
-def test_measures_the_loss_on_text_without_a_matching_head(tmp_path):
-    file = tmp_path / "corpus.txt"
-    file.write_text("the film is not very good the film is bad dull fine long " * 60)
+def test_measures_the_loss_on_text_without_a_matching_head(corpus):
     model, tokenizer = tiny("BertForSequenceClassification"), tiny_tokenizer()
     surgery.convert(model, Plan.of("local", left=2))
-    made = prepare_training(model, tokenizer, FinetuneStage(recover=["distill"], text=[str(file)], length=16))
+    made = prepare_training(model, tokenizer, FinetuneStage(recover=["distill"], text=[corpus], length=16))
     assert made.measure.value is None
     measured = measure_of(made.phases[0], made, model)
     assert (measured.name, measured.lower_is_better) == ("loss", True)

@@ -15,7 +15,7 @@ import torch
 from approx.errors import ApproxError, Exit
 from approx.finetuning.trainer import Interrupted, last_complete
 from conftest import ROOT
-from tiny_training import model_of, options_of, trained
+from tiny_training import interrupt, model_of, options_of, trained
 
 
 def same(one: Any, other: Any) -> bool:
@@ -60,12 +60,7 @@ def test_a_training_whose_folder_was_moved_ends_with_its_best_weights(sst2, tmp_
     (best,) = (phase.best_step for phase in whole.phases)
     assert 0 < best < 20
 
-    def stop(what: str, n: int, total: int) -> None:
-        if " | " in what and n == 22:
-            signal.raise_signal(signal.SIGINT)
-
-    with pytest.raises(Interrupted):
-        trained(model_of(), tmp_path / "work", options, progress=stop)
+    interrupt(model_of(), tmp_path / "work", options, 22)
     (tmp_path / "elsewhere").mkdir()
     moved = (tmp_path / "work").rename(tmp_path / "elsewhere" / "work")
     again = trained(resumed := model_of(), moved, options, resume=True)
@@ -76,12 +71,7 @@ def test_a_training_whose_folder_was_moved_ends_with_its_best_weights(sst2, tmp_
 def test_a_training_whose_best_weights_are_gone_does_not_end_with_others(sst2, tmp_path):
     options = options_of(sst2, steps=30)
 
-    def stop(what: str, n: int, total: int) -> None:
-        if " | " in what and n == 22:
-            signal.raise_signal(signal.SIGINT)
-
-    with pytest.raises(Interrupted):
-        trained(model_of(), tmp_path / "work", options, progress=stop)
+    interrupt(model_of(), tmp_path / "work", options, 22)
     earlier, _ = sorted((tmp_path / "work").glob("*/checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
     shutil.rmtree(earlier)
     with pytest.raises(ApproxError, match=f"{earlier.name}, which has the best weights so far, is missing") as caught:
@@ -92,12 +82,7 @@ def test_a_training_whose_best_weights_are_gone_does_not_end_with_others(sst2, t
 def test_a_training_of_an_earlier_version_is_refused_by_name(sst2, tmp_path):
     options = options_of(sst2, steps=6)
 
-    def stop(what: str, n: int, total: int) -> None:
-        if " | " in what:
-            signal.raise_signal(signal.SIGINT)
-
-    with pytest.raises(Interrupted):
-        trained(model_of(), tmp_path / "work", options, progress=stop)
+    interrupt(model_of(), tmp_path / "work", options)
     file = tmp_path / "work" / "training.json"
     state = json.loads(file.read_text())
     for name in ("transfer", "mechanism_learning_rate", "warm_up", "weight_decay"):
@@ -160,12 +145,7 @@ def test_an_incomplete_checkpoint_is_not_resumed_from(sst2, tmp_path):
     whole = model_of()
     trained(whole, tmp_path / "whole", options)
 
-    def stop(what: str, n: int, total: int) -> None:
-        if " | " in what and n == 6:
-            signal.raise_signal(signal.SIGTERM)
-
-    with pytest.raises(Interrupted):
-        trained(model_of(), tmp_path / "work", options, progress=stop)
+    interrupt(model_of(), tmp_path / "work", options, 6, by=signal.SIGTERM)
     last = last_complete(tmp_path / "work" / "0-task")
     assert last is not None
     assert last.name == "checkpoint-6"
@@ -180,12 +160,7 @@ def test_an_incomplete_checkpoint_is_not_resumed_from(sst2, tmp_path):
 def test_a_training_goes_on_only_with_the_same_options_and_examples(sst2, tmp_path):
     options, work = options_of(sst2, steps=6), tmp_path / "work"
 
-    def stop(what: str, n: int, total: int) -> None:
-        if " | " in what and n == 2:
-            signal.raise_signal(signal.SIGINT)
-
-    with pytest.raises(Interrupted):
-        trained(model_of(), work, options, progress=stop)
+    interrupt(model_of(), work, options, 2)
     for other, model, word in [
         (options_of(sst2, steps=6, batch_size=4), model_of(), "options"),
         (options_of(sst2, steps=6), model_of("local"), "mechanisms"),

@@ -6,6 +6,7 @@ import json
 import math
 import signal
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +31,7 @@ from approx.finetuning.trainer import (
 from approx.mechanisms import MECHANISMS
 from forms import SMALL
 from tiny_classifier import tiny_tokenizer
-from tiny_training import model_of, options_of, trained, write_sst2
+from tiny_training import model_of, options_of, set_dropout, trained, write_sst2
 from zoo import tiny
 
 
@@ -58,6 +59,10 @@ def test_layers_run_in_bfloat16_and_the_model_keeps_its_dtype(bfloat16, sst2, tm
     assert set(vars(model)) - before == {"_is_accelerate_prepared"}
 
 
+def one_mode(model: Any, phase: Any, data: Any, measure: Measure, folder: Path) -> Any:
+    return train(model, phase, data, measure, folder, resume=False, progress=lambda *words: None)
+
+
 BIDIRECTIONAL = [name for name in sorted(MECHANISMS) if MECHANISMS[name].supports_bidirectional]
 
 
@@ -69,9 +74,7 @@ def test_the_first_loss_in_bfloat16_is_nearly_that_in_float32(mechanism, sst2, t
     losses = []
     for bfloat16 in (False, True):
         model = model_of(mechanism, **SMALL.get(mechanism, {}))
-        for module in model.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.0
+        set_dropout(model, 0.0)
         options = options_of(sst2, recover=["distill"], steps=1, bfloat16=bfloat16)
         done = trained(model, tmp_path / str(bfloat16), options)
         losses += [point["loss"] for point in done.phases[0].curve if "loss" in point]
@@ -101,14 +104,12 @@ def test_dropout_goes_by_the_seed_and_not_by_what_was_drawn_before(sst2, tmp_pat
         # One input, so that its order tells nothing.
         data = replace(prepared.data, rows=prepared.data.rows[:1], encodings=prepared.data.encodings[:1])
         torch.manual_seed(number)
-        train(
+        one_mode(
             model,
             replace(prepared.phases[0], seed=seed),
             data,
             Measure("loss", True, iter([2.0, 1.0]).__next__),
             tmp_path / str(number),
-            resume=False,
-            progress=lambda *words: None,
         )
         weights.append(model.classifier.weight.detach())
     assert torch.equal(weights[0], weights[1])
@@ -247,9 +248,7 @@ def test_the_rate_rises_for_six_per_cent_of_the_steps_and_falls_to_nothing(train
 def test_a_training_is_one_by_hand_in_float64(accumulate, sst2, tmp_path):
     """AdamW with two rates that fall by a cosine, decay of the base's matrices, and gradients no longer than 1."""
     model = model_of().double()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
+    set_dropout(model, 0.0)
     with torch.no_grad():
         model.classifier.weight.mul_(30)
     prepared = prepare_training(model, tiny_tokenizer(), options_of(sst2, steps=10, accumulate=accumulate))
@@ -277,15 +276,7 @@ def test_a_training_is_one_by_hand_in_float64(accumulate, sst2, tmp_path):
         used.append(1e-3 * now)
         optimizer.step()
     assert max(norms) > 1
-    outcome = train(
-        model,
-        phase,
-        prepared.data,
-        Measure("loss", True, iter([2.0, 1.0]).__next__),
-        tmp_path / "work",
-        resume=False,
-        progress=lambda *words: None,
-    )
+    outcome = one_mode(model, phase, prepared.data, Measure("loss", True, iter([2.0, 1.0]).__next__), tmp_path / "work")
     assert outcome.curve.pop(0) == {"step": 0, "validation": 2.0}
     assert (outcome.steps, outcome.best_step, outcome.tokens) == (10, 10, 10 * 8 * 6)
     assert outcome.seconds == round(outcome.seconds, 1)
@@ -322,15 +313,7 @@ def test_the_best_step_is_that_of_the_best_value_on_its_side(
         weights.append(model.classifier.weight.detach().clone())
         return next(names)
 
-    outcome = train(
-        model,
-        prepared.phases[0],
-        prepared.data,
-        Measure("loss", lower, value),
-        tmp_path / "work",
-        resume=False,
-        progress=lambda *words: None,
-    )
+    outcome = one_mode(model, prepared.phases[0], prepared.data, Measure("loss", lower, value), tmp_path / "work")
     assert (outcome.best_step, outcome.steps, outcome.ended) == (best, steps, ended)
     assert torch.equal(model.classifier.weight, weights[best])
     # Kept are the best and the last.

@@ -85,7 +85,7 @@ def mask(keys):
 @pytest.mark.parametrize("topk", [None, 3], ids=["plain", "improved"])
 @pytest.mark.sample(1)
 def test_padding_of_samples_many_few_and_none_of_which_are_real(topk):
-    check(draw(21, 21, batch=4), mask(21), **settings(chunk=7, topk=topk))
+    check(draw(13, 13, batch=4), mask(13), **settings(chunk=5, topk=topk))
 
 
 @pytest.mark.slow
@@ -100,7 +100,7 @@ def test_two_queries_at_the_end_of_the_last_chunk_of_a_cache():
 
 
 def test_one_chunk_of_padded_samples():
-    check(draw(21, 21, batch=4), mask(21), **settings(chunk=21))
+    check(draw(13, 13, batch=4), mask(13), **settings(chunk=13))
 
 
 @pytest.mark.slow

@@ -144,7 +144,7 @@ def test_the_table_is_in_words_of_one_layer_and_of_several():
 
 def test_a_mode_without_anything_left_to_train_is_left_out(sst2, tmp_path):
     plan = Plan((Rule("local", settings={"left": 0, "right": 0}), Rule("linear", "1", {**HEDGEHOG, "window": 1})))
-    options = options_of(sst2, recover=None, keep_exact=1)
+    options = options_of(sst2, recover=None, keep_exact=1, limit=24)
     for matters, modes in ((1, ["distill"]), (0, ["transfer", "distill"])):
         model = converted(matters, plan)
         made = prepare_training(model, tiny_tokenizer(), options)
@@ -152,15 +152,16 @@ def test_a_mode_without_anything_left_to_train_is_left_out(sst2, tmp_path):
         assert not [
             name for phase in made.phases for name in phase.trained if name not in dict(model.named_parameters())
         ]
+    options = options_of(sst2, recover=["transfer"], keep_exact=1, limit=24)
     with pytest.raises(ApproxError, match="local has none"):
-        prepare_training(converted(1, plan), tiny_tokenizer(), options_of(sst2, recover=["transfer"], keep_exact=1))
+        prepare_training(converted(1, plan), tiny_tokenizer(), options)
 
 
 def test_what_reads_tokens_still_gets_them(sst2, tmp_path):
     settings = {"window": 1, "global_tokens": "question", "separator": 4}
     model, again = stock(None), stock(None)
     surgery.convert(model, Plan.of("longformer", **settings))
-    trained(model, tmp_path / "work", options_of(sst2, steps=1, keep_exact=1))
+    trained(model, tmp_path / "work", options_of(sst2, steps=1, keep_exact=1, limit=24))
     # The first token is global, so that the last layer does not change what is read of it.
     assert layers_of(model) == [1]
     inputs = batch_of(12)
@@ -202,7 +203,7 @@ def test_weights_that_were_trained_need_a_teacher(sst2):
     model.config.approx["history"] = [step]
     with pytest.raises(ApproxError, match=r"not its base\. Name the base with --teacher"):
         prepare_training(model, tiny_tokenizer(), options_of(sst2, keep_exact=1))
-    made = prepare_training(model, tiny_tokenizer(), options_of(sst2, keep_exact=1), stock(0))
+    made = prepare_training(model, tiny_tokenizer(), options_of(sst2, keep_exact=1, limit=24), stock(0))
     assert known(made.kept_exact).numbers == [0]
 
 
@@ -217,7 +218,7 @@ def test_kept_layers_alone_may_meet_the_budget(sst2, tmp_path):
 
 
 def test_a_resumed_training_keeps_the_same_layers_and_compares_none_again(sst2, tmp_path, monkeypatch):
-    options = options_of(sst2, recover=["task"], steps=6, evaluate_every=2, keep_exact=1)
+    options = options_of(sst2, recover=["task"], steps=6, evaluate_every=2, keep_exact=1, limit=24)
     whole = trained(uninterrupted := converted(1), tmp_path / "whole", options)
 
     interrupt(converted(1), tmp_path / "work", options, 3)

@@ -121,7 +121,8 @@ def bench(
                 until=end,
                 progress=turn,
             )
-            read_prompts(list(runners.values()), device)
+            reading = progress and partial(_turn, progress, f"prompts of {length:,} tokens{number}")
+            read_prompts(list(runners.values()), device, reading)
             # Not during the race: recording the choices takes time.
             for name, runner in runners.items():
                 if chosen_in and runner.status == OK:

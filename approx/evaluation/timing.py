@@ -405,12 +405,21 @@ _FEWEST_ROUNDS = 3
 _READINGS = 3
 
 
-def read_prompts(runners: Sequence[Runner], device: torch.device) -> None:
-    """Time the reading of prompts, contenders in turns; of several implementations of one contender the fastest counts."""
+def read_prompts(
+    runners: Sequence[Runner], device: torch.device, progress: Callable[[int, int], None] | None = None
+) -> None:
+    """Time the reading of prompts, contenders in turns; of several implementations of one contender the fastest counts.
+
+    `progress` is called before each reading with how many are done, and all.
+    """
     times: dict[tuple[int, int], list[float]] = {}
+    done, total = 0, _READINGS * sum(len(runner.prompts) for runner in runners if runner.status == OK)
     for _ in range(_READINGS):
         for number, runner in enumerate(runners):
             for way, read in enumerate(runner.prompts if runner.status == OK else ()):
+                if progress:
+                    progress(done, total)
+                done += 1
                 if sample := runner.attempt(lambda read=read: timed(read, 1, device)):
                     times.setdefault((number, way), []).append(sample.ms)
     for number, runner in enumerate(runners):

@@ -205,7 +205,9 @@ def test_prompts_are_read_in_turns_and_the_faster_exact_attention_counts():
     base = runner(reading("sdpa", 0.2), reading("other", 0.001))
     other, none = runner(reading("variant", 0.001)), runner()
     lost = runner(reading("lost", 0.0), status=timing.OUT_OF_MEMORY)
-    timing.read_prompts([base, other, none, lost], torch.device("cpu"))
+    steps: list[tuple[int, int]] = []
+    timing.read_prompts([base, other, none, lost], torch.device("cpu"), lambda *step: steps.append(step))
+    assert steps == [(done, 9) for done in range(9)]
     assert order == ["sdpa", "other", "variant"] * 3
     assert known(base.prompt_ms) < 200
     assert known(other.prompt_ms) > 0.9

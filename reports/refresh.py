@@ -55,7 +55,7 @@ SHOWN = (
     "minilm-sst2",
     "quickstart",
     "search-imdb",
-    "search-squad",
+    "smollm2",
     "whisper",
 )
 DRAWN: dict[str, tuple[str, int, bool, dict[str, Any]]] = {

@@ -111,9 +111,9 @@ def first_state(model: Any) -> FirstState:
         tensors["past.mask"] = torch.zeros(1, 0, dtype=torch.long)
     known: dict[str, dict[str, Tensor]] = {}
     for number, layer in enumerate(cache.layers):
-        keys, values = layer.keys, layer.values
-        assert keys is not None, "it has read two tokens"
-        assert values is not None, "it has read two tokens"
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        assert isinstance(keys, Tensor), "it has read two tokens"
+        assert isinstance(values, Tensor), "it has read two tokens"
         parts = {"key": keys[:, :, :0], "value": values[:, :, :0]}
         if number in mechanisms:
             mechanism = mechanisms[number]

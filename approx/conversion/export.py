@@ -176,7 +176,8 @@ def export(
         else:
             progress("translating to ONNX")
             _save_onnx(program, model, path, inputs, outputs)
-            np.savez(folder / decoding.FIRST_STATE, **{name: x.numpy() for name, x in first.tensors.items()})
+            arrays: dict[str, Any] = {name: x.numpy() for name, x in first.tensors.items()}
+            np.savez(folder / decoding.FIRST_STATE, **arrays)
         del program
         progress("comparing with the model")
         run, runtime = _runner(path, format)
@@ -408,8 +409,10 @@ def _save_onnx(
 
 def _stable_sort(x: Any, stable: bool = True, dim: int = -1, descending: bool = False) -> Any:
     """`torch.sort` in ONNX, where equal numbers keep their order in `TopK`."""
-    from onnxscript import opset23 as op  # type: ignore[import-not-found]  # optional
+    from onnxscript import opset23  # type: ignore[import-not-found]  # optional
 
+    # Its types are those of Python values, but a program is traced.
+    op: Any = opset23
     # It takes no small integers.
     count = op.Gather(op.Shape(x), op.Constant(value_ints=[dim]))
     values, places = op.TopK(op.Cast(x, to=6), count, axis=dim, largest=int(descending), sorted=1)

@@ -33,7 +33,7 @@ from transformers import (
     TrainingArguments,
     get_scheduler,
 )
-from transformers.integrations import TensorBoardCallback
+from transformers.integrations.integration_utils import TensorBoardCallback
 from transformers.pytorch_utils import Conv1D
 
 from approx.checkpoints import families

@@ -425,8 +425,8 @@ def speed_figure(rows: list[Speed], record: Record, identity: str) -> Markup | N
                 )
             if points:
                 ends.append(End(lengths[-1], ratios[-1], _short(name) + ", then out of memory" * bool(lost), colour))
-            if points and crossed.get(name) in lengths:
-                axes.plot([crossed[name]], [1], color=colour, marker="|", markersize=13, markeredgewidth=2)
+            if points and (at := crossed.get(name)) is not None and at in lengths:
+                axes.plot([at], [1], color=colour, marker="|", markersize=13, markeredgewidth=2)
         _mark_lost_bases(axes, rows)
         low, high = axes.get_ylim()
         _ratio_axis(axes, "y", min(low, _LEAST[0]), max(high, _LEAST[1]))

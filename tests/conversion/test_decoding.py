@@ -1,6 +1,7 @@
 """Programs that decode: logits and a state from tokens and a state, as PyTorch decodes, in constant memory where mechanisms can."""
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -111,9 +112,9 @@ def test_exports_a_decoder_with_its_first_state(tmp_path):
 
 
 def test_refuses_what_does_not_decode(tmp_path):
-    for wrong in ({"format": "torch-export"}, {"format": "onnx", "quantize": "int8"}):
+    for format, quantize in (("torch-export", None), ("onnx", "int8")):
         with pytest.raises(ApproxError, match="--decode is for programs in float32 of the format 'onnx'"):
-            export.export("quickstart", tmp_path / "program", decode=True, **wrong)
+            export.export("quickstart", tmp_path / "program", decode=True, format=format, quantize=quantize)
     with pytest.raises(ApproxError, match="decoders that write text and take position_ids; this is a Bert") as refused:
         decoding.refuse_undecodable(tiny("BertForSequenceClassification"))
     assert refused.value.exit_code == Exit.UNSUPPORTED
@@ -126,7 +127,7 @@ def test_refuses_what_does_not_decode(tmp_path):
 @pytest.mark.parametrize("settings", [{"window": 4, "sinks": 1}, {"window": 0, "sinks": 0}])
 def test_performer_stays_exact_where_keys_rise(settings):
     """Keys far larger than earlier ones are computed pair by pair in PyTorch, and everything is in a program."""
-    kind = MECHANISMS["performer"]
+    kind: Any = MECHANISMS["performer"]
     mechanism = kind(2, 8, causal=True, scale=1.0, features=16, estimator="positive", floor=0.0, **settings)
     generator = torch.Generator().manual_seed(0)
     parts = [torch.randn(1, 2, 24, 8, generator=generator) for _ in "qkv"]

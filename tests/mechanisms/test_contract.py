@@ -3,6 +3,7 @@
 import re
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -163,7 +164,7 @@ def test_forward_draws_nothing_and_repeats_itself(name, causal):
     assert torch.equal(stranger(q, k, v), first), "state is missing from the state dict"
 
 
-def drawn_with(name, causal, seed):
+def drawn_with(name, causal, seed) -> Any:
     return KINDS[name](2, 8, causal=causal, scale=0.5, **SMALL[name] | {"seed": seed})
 
 

@@ -1,11 +1,14 @@
 """Exact attention: the reference against the definition, the fused form against PyTorch's, and exact top-k."""
 
 import math
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from approx.mechanisms import MECHANISMS
+
+TOPK: Any = MECHANISMS["exact-topk"]
 
 
 def test_it_is_the_definition():
@@ -40,8 +43,7 @@ def test_the_error_falls_with_every_key_and_ends_at_none():
     q, k, v = torch.randn(3, 1, 2, 60, 8).unbind()
     exact = MECHANISMS["full"](2, 8, causal=False, scale=0.35)(q, k, v)
     errors = [
-        (MECHANISMS["exact-topk"](2, 8, causal=False, scale=0.35, topk=topk)(q, k, v) - exact).norm().item()
-        for topk in (1, 2, 8, 30, 60)
+        (TOPK(2, 8, causal=False, scale=0.35, topk=topk)(q, k, v) - exact).norm().item() for topk in (1, 2, 8, 30, 60)
     ]
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] < 1e-5 < errors[-2]
@@ -50,5 +52,5 @@ def test_the_error_falls_with_every_key_and_ends_at_none():
 def test_one_key_is_the_value_of_the_largest_score():
     q, k, v = torch.randn(3, 1, 2, 60, 8).unbind()
     best = (q @ k.transpose(-2, -1)).argmax(-1, keepdim=True).expand(-1, -1, -1, 8)
-    out = MECHANISMS["exact-topk"](2, 8, causal=False, scale=0.35, topk=1)(q, k, v)
+    out = TOPK(2, 8, causal=False, scale=0.35, topk=1)(q, k, v)
     torch.testing.assert_close(out, v.gather(2, best))

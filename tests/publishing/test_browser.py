@@ -65,7 +65,7 @@ def opened(browser: Browser, path: Path, width: int, scheme: str) -> tuple[Page,
     wrong: list[str] = []
     page.on("console", lambda message: wrong.append(message.text))
     page.on("pageerror", lambda error: wrong.append(str(error)))
-    page.on("request", lambda request: request.url.startswith(("file:", "data:")) or wrong.append(request.url))
+    page.on("request", lambda request: wrong.extend([request.url] * (not request.url.startswith(("file:", "data:")))))
     page.goto(path.resolve().as_uri())
     return page, wrong
 

@@ -2,6 +2,8 @@
 
 import itertools
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 from matplotlib.axes import Axes
@@ -237,7 +239,7 @@ def test_a_margin_far_beyond_all_differences_does_not_cover_the_plot(record):
 
 def test_points_have_their_names_beside_them_and_the_chosen_one_a_ring(record, drawn):
     made = record_of(record)
-    axes = drawn(lambda *parts: plots.quality_figure(*parts, "linear"), made.quality[0], made.speed, made)
+    axes = drawn(partial(plots.quality_figure, chosen="linear"), made.quality[0], made.speed, made)
     names = {text.get_text(): text.get_fontweight() for text in axes.texts}
     assert set(names) <= {"exact", "improved-clustered 25", "clustered 25", "linear", "local <128> $x$"}
     assert {name for name, weight in names.items() if weight == "bold"} == {"linear"}
@@ -309,7 +311,7 @@ def test_a_sweep_is_small_multiples_with_the_interval_of_each_plan(monkeypatch):
         for task in tasks
         for row in rows
     ]
-    seen: list[Axes] = []
+    seen: list[Any] = []
 
     def keep(identity: str, description: str, paint: Callable[[Axes], None], inches: tuple[float, float]) -> str:
         axes = Figure(figsize=inches).add_subplot()

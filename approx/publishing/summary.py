@@ -432,12 +432,17 @@ def _worst(tasks: list[Tested]) -> Tested | None:
     """What decides about a variant: its largest loss beyond the margin, else what is open, else its largest loss, in margins."""
 
     def weight(one: Tested) -> tuple[int, float]:
-        task, entry = one
-        loss = (1 if task.lower_is_better else -1) * entry.difference / (entry.margin or 1e-9)
+        entry = one[1]
         settled = entry.verdict in ("no loss", "loss within margin")
-        return 3 if entry.verdict == "loss beyond margin" else 0 if settled else 2 if wording.tested(entry) else 1, loss
+        kind = 3 if entry.verdict == "loss beyond margin" else 0 if settled else 2 if wording.tested(entry) else 1
+        return kind, _in_margins(one)
 
     return max(tasks, key=weight, default=None)
+
+
+def _in_margins(one: Tested) -> float:
+    task, entry = one
+    return (1 if task.lower_is_better else -1) * entry.difference / (entry.margin or 1e-9)
 
 
 def _starts(record: Record, name: str) -> int | None:
@@ -700,11 +705,11 @@ def _why_exact(record: Record, advices: list[Advice]) -> str:
     wrong = [one for one in advices if one.decision == "do not use"]
     if not wrong:
         return f"none of {len(advices)} variants is worth it at {lengths}" if len(advices) > 1 else advices[0].reason
+    # Of each its largest loss: losses of different tasks compare in margins.
     lost = [
-        (abs(entry.difference) / (entry.margin or 1e-9), one, task, entry)
+        (_in_margins(worst), one, *worst)
         for one in wrong
-        for task, entry in _tested(record, one.name)
-        if entry.verdict == "loss beyond margin"
+        if (worst := _worst(_tested(record, one.name))) and worst[1].verdict == "loss beyond margin"
     ]
     if not lost:
         return f"{wrong[0].name}: {wrong[0].reason}"

@@ -163,6 +163,22 @@ def test_the_best_variant_is_the_fastest_of_those_to_use():
     assert recommendation(record()) == []
 
 
+def test_the_least_of_losses_is_judged_by_the_worst_task_of_each_variant():
+    def lost(task: str, **differences: float) -> dict:
+        beyond = "loss beyond margin"
+        rows = [quality(name, beyond, difference=x, interval=[x, x]) for name, x in differences.items()]
+        return rows[0] | {"task": task, "variants": [row["variants"][0] for row in rows]}
+
+    tasks = [lost("short", good=-0.3, bad=-0.1), lost("long", good=-0.2, bad=-0.6)]
+    rows = [
+        one | {"variants": one["variants"] + two["variants"]}
+        for one, two in zip(speed("good", RISING), speed("bad", RISING), strict=True)
+    ]
+    said = answer(record("bad", "good", tasks=tasks, rows=rows))
+    assert "the least loss is that of good, which loses 30.0" in said
+    assert "on short at a margin" in said
+
+
 def open_question(name: str, difference: float, needed: int | None, task: str = "needle", **more) -> dict:
     interval = [difference - 0.03, difference + 0.03]
     return quality(name, "inconclusive", difference=difference, interval=interval, needed_examples=needed) | {

@@ -45,7 +45,8 @@ def test_a_record_of_speed_stores_the_options(study):
     assert [one.name for one in made.variants] == [f"{BASE} (converted)"]
     assert [(row.length, row.batch, row.inputs) for row in made.speed] == [(8, 1, "synthetic")]
     assert made.quality == []
-    assert steps[-1] == ("bench", 1, 1)
+    what, done, total = steps[-1]
+    assert (what, done) == ("bench batch 1, 8 tokens", total)
 
 
 def test_distinguishes_only_names_that_every_report_has():

@@ -217,7 +217,8 @@ def test_names_missing_measurements(record, tmp_path):
 def test_a_row_without_ceiling_and_one_length_still_make_a_figure(record, tmp_path):
     row = record["speed"][1] | {"ceiling": None, "spread": None}
     shown = report(record | {"speed": [row]}, tmp_path / "one")["index.html"]
-    assert shown.count("<svg") == 3
+    # Quality against speed, speed, memory, and errors by layer.
+    assert shown.count("<svg") == 4
     assert "ceiling: attention removed" not in shown
 
 

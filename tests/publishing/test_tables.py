@@ -25,6 +25,7 @@ def test_every_cell_of_a_table_of_quality_holds_its_own_figure(record):
         "metric": "f1",
         "others": ["accuracy"],
         "examples": "100 examples, a subset, 3 of them truncated; read to 512 tokens",
+        "tokens": None,
         "units": "points",
         "better": "higher is better",
         "confidence": "95 %",

@@ -27,9 +27,7 @@ harness_model: Any = HFLM
 
 def test_without_the_package_it_is_refused_before_anything_else(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        ApproxError, match=r"lm-eval/piqa needs the package lm-eval.*pip install 'lm-eval>="
-    ) as caught:
+    with pytest.raises(ApproxError, match=r"lm-eval/piqa needs the package lm-eval.*pip install 'lm-eval>=") as caught:
         open_task("lm-eval/piqa")
     assert caught.value.exit_code == Exit.MISSING
 

@@ -159,6 +159,8 @@ class _Lines:
         if not self._stage or self._done >= self._total:
             return "still working"
         made = self._done - self._first
+        if self._total == 1:
+            return f"{self._stage}, for {_spoken(time.monotonic() - self._stepped)}"
         text = f"{self._stage}: {self._done:,} of {self._total:,}"
         if made <= 0:
             return text

@@ -106,6 +106,9 @@ def bench(
             break
         number = f" ({done + 1} of {len(grid)})" if len(grid) > 1 else ""
         turn = progress and partial(_turn, progress, f"batch {batch}, {length:,} tokens{number}")
+        if turn:
+            # How many turns there will be is known once the fastest exact attention has been chosen.
+            turn(0, 1)
         if options.wait_idle and device.type == "cpu":
             wait_idle(options.wait_idle)
         neighbours = Neighbours()

@@ -60,6 +60,9 @@ def test_the_time_left_only_falls_while_a_step_runs(monkeypatch):
     said = []
     for now[0] in (60.0, 90.0, 140.0, 200.0):
         said.append(lines._state().partition("of 10, ")[2])
+    lines("check the plans", 0, 1)
+    now[0] += 40
+    assert lines._state() == "check the plans, for 40 s"
     assert said == ["about 7 min left", "about 7 min left", "about 6 min left", "this step for 2 min"]
 
 

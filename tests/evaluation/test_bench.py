@@ -49,9 +49,10 @@ def test_a_bench_has_a_row_for_every_batch_and_length():
     rows = [[(done, total) for done, total, what in seen if what.endswith(f"({row} of 4)")] for row in (1, 2, 3, 4)]
     assert sum(map(len, rows)) == len(seen)
     for steps in rows:
-        assert [done for done, _ in steps] == list(range(len(steps)))
+        assert steps[0] == (0, 1)
+        assert [done for done, _ in steps[1:]] == list(range(len(steps) - 1))
         assert all(done <= total for done, total in steps)
-        assert steps[0][1] == 3 + 4 * 4
+        assert steps[1][1] == 3 + 4 * 4
         assert steps[-1][0] >= 3 + 4 * 4
     for row in results:
         assert row.device == "cpu"

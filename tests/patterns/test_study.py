@@ -71,7 +71,7 @@ def test_reports_progress_of_every_stage(monkeypatch):
     )
     assert shown[:2] == [("count block", 0, 1), ("count block", 1, 1)]
     assert {what for what, _, _ in shown[2:]} == {"time batch 1, 8 tokens"}
-    assert [done for _, done, _ in shown[2:]] == list(range(len(shown) - 2))
+    assert [done for _, done, _ in shown[3:]] == list(range(len(shown) - 3))
     assert [(row.length, row.batch, row.dtype) for row in result.speed] == [(8, 1, "float32")]
     shown.clear()
     untimed = patterns.report(find_pattern("block", 8, False, {}), progress=lambda *where: shown.append(where))

@@ -8,6 +8,8 @@ from approx.mechanisms.mechanism import HeadGroups, Mechanism
 from approx.planning.anatomy import Anatomy, Site
 from approx.planning.plan import parse_heads
 from approx.planning.rule import Rule
+from approx_kernels.ops.fastest.api import WINDOW_FROM
+from approx_kernels.ops.near_keys.reference import reach
 
 
 @dataclass(frozen=True)
@@ -53,17 +55,18 @@ def predict(anatomy: Anatomy, assignment: Mapping[Site, Sequence[Rule]], lengths
         lengths: Positions of the sequences.
     """
     exact = {site: _build(Rule("sdpa"), site, site.heads) for site in anatomy.sites}
+    windows = {site: _build(_own_window(site), site, site.heads) for site in anatomy.sites if site.window is not None}
     planned = {site: [_Part.of(rule, site) for rule in rules] for site, rules in assignment.items()}
 
     def cost(length: int) -> Cost:
         before, after, kept = [], [], 0
         for site in anatomy.sites:
             seen = site.fixed_length or length
-            swapped = _running(planned[site], seen) if site in planned else exact[site]
-            for costs, mechanism in ((before, exact[site]), (after, swapped)):
+            whole = windows[site] if site in windows and seen >= WINDOW_FROM else exact[site]
+            swapped = _running(planned[site], seen) if site in planned else whole
+            for costs, mechanism in ((before, whole), (after, swapped)):
                 costs.append((mechanism.flops(seen), mechanism.memory(seen)))
-            # transformers computes all scores of a window's layer, and masks them.
-            kept += exact[site].flops(seen) if site.kept else 0
+            kept += whole.flops(seen) if site.kept else 0
         return Cost(
             length=length,
             flops_outside=anatomy.flops_outside(length) + kept,
@@ -95,6 +98,11 @@ class _Part:
 def _running(parts: list[_Part], length: int) -> Mechanism:
     chosen = [(part.heads, part.exact if length < part.exact_below else part.planned) for part in parts]
     return chosen[0][1] if len(chosen) == 1 else HeadGroups(chosen)
+
+
+def _own_window(site: Site) -> Rule:
+    left, right = reach(site.window or 0, site.causal)
+    return Rule("local", settings={"left": left, "right": right})
 
 
 def _build(rule: Rule, site: Site, heads: int) -> Mechanism:

@@ -6,6 +6,8 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from torch.nn import functional as F
+from transformers.masking_utils import sliding_window_causal_mask_function
 
 from approx.conversion import convert, surgery, verify
 from approx.errors import ApproxError, Exit
@@ -13,7 +15,11 @@ from approx.inspection import inspect
 from approx.planning.anatomy import anatomy
 from approx.planning.cost import predict
 from approx.planning.plan import Plan
+from approx.seam import dispatch
 from approx.seam.attention_free import attention_free
+from approx.seam.dispatch import fastest_exact
+from approx_kernels.ops.fastest import api as fastest
+from approx_kernels.ops.patterns.api import local_attention
 from decoders import assert_same, decoder, generated, prompts, rule
 from zoo import difference, error_of, exact_plan, outputs, tiny
 
@@ -151,6 +157,74 @@ def test_layers_that_stay_count_as_outside():
     (whole,) = predict(anatomy((tiny("Gemma3ForCausalLM", layer_types=[FULL] * 3)).config, type(model)), {}, [64])
     assert cost.flops_exact * 3 == whole.flops_exact == whole.flops_planned
     assert cost.flops_outside + cost.flops_exact == whole.flops_outside + whole.flops_exact
+
+
+@pytest.mark.parametrize(
+    "architecture", ["ModernBertForMaskedLM", "ModernBertDecoderForCausalLM", "Gemma3ForCausalLM", "Qwen2ForCausalLM"]
+)
+@pytest.mark.parametrize("padding", ["none", "right", "left"])
+def test_sliding_layers_compute_their_window_alone_and_the_same_result(architecture, padding, monkeypatch):
+    model = tiny(architecture, **MIXED[architecture][0] | {"max_position_embeddings": 512})
+    inputs = {"input_ids": torch.randint(5, 90, (2, 300)), "attention_mask": torch.ones(2, 300, dtype=torch.long)}
+    inputs["attention_mask"][1, 250:] = int(padding == "none")
+    if padding == "left":
+        inputs["attention_mask"] = inputs["attention_mask"].flip(1)
+    real = inputs["attention_mask"].bool()
+    windows: list[int] = []
+
+    def counted(*args: Any, left: int, right: int, **kwargs: Any) -> torch.Tensor:
+        windows.append(left + right)
+        return local_attention(*args, left=left, right=right, **kwargs)
+
+    monkeypatch.setattr(fastest, "local_attention", counted)
+    for form in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):
+        windows.clear()
+        with form:
+            expected = model(**inputs).logits[real].detach()
+            assert windows == []
+            with fastest_exact(model):
+                found = model(**inputs).logits[real].detach()
+        sizes = [window for window in MIXED[architecture][1] if window]
+        bidirectional = architecture == "ModernBertForMaskedLM"
+        assert windows == [2 * size if bidirectional else size - 1 for size in sizes]
+        assert difference([found], [expected]) < 1e-5
+
+
+def test_a_mask_that_says_more_than_a_window_is_obeyed(monkeypatch):
+    model = tiny("Qwen2ForCausalLM", **MIXED["Qwen2ForCausalLM"][0] | {"max_position_embeddings": 512})
+    ids = torch.randint(5, 90, (1, 600))
+    monkeypatch.setattr(
+        fastest, "local_attention", lambda *args, **kwargs: pytest.fail("the window alone was computed")
+    )
+    # Two texts in one row.
+    packed = {"input_ids": ids, "position_ids": torch.arange(300).repeat(2)[None], "use_cache": False}
+    with torch.no_grad():
+        expected = model(**packed).logits
+        with fastest_exact(model):
+            assert difference([model(**packed).logits], [expected]) < 1e-5
+
+
+def test_a_mask_changed_after_it_was_made_is_obeyed():
+    mask = dispatch.key_mask(
+        1, 300, 300, mask_function=sliding_window_causal_mask_function(8), local_size=8, device="cpu"
+    )
+    assert mask is not None
+    q, k, v = torch.randn(3, 1, 2, 300, 16).unbind()
+    module = torch.nn.Module()
+    windowed, _ = dispatch.attention(module, q, k, v, mask)
+    assert difference([windowed], [F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2)]) < 1e-5
+    mask[:, :, 100:, 90:100] = False
+    changed, _ = dispatch.attention(module, q, k, v, mask)
+    assert difference([changed], [F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2)]) < 1e-5
+    assert difference([changed], [windowed]) > 1e-3
+
+
+def test_the_cost_of_a_long_input_counts_windows_and_not_all_pairs():
+    facts = anatomy(made("Gemma3ForCausalLM").config, transformers.Gemma3ForCausalLM)
+    short, long = predict(facts, Plan.of("sdpa").resolve(facts), [128, 1024])
+    # Sliding layers count as outside: from 256 tokens on, their share grows with the length, not with its square.
+    assert long.flops_outside < 10 * short.flops_outside
+    assert long.flops_exact > 60 * short.flops_exact
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ def study(tmp_path_factory):
     return str(stock), str(folder / BASE), str(tiny_data(folder))
 
 
+@pytest.mark.slow
 def test_a_record_of_speed_stores_the_options(study):
     steps = []
     made = api.bench(
@@ -121,6 +122,7 @@ def test_a_model_in_memory_is_evaluated_as_its_folder_is(study, own_cache):
     assert scores[0] == scores[1] == scores[2]
 
 
+@pytest.mark.slow
 def test_a_model_in_memory_is_timed(study):
     opened = checkpoint.load(study[1])
     quick = {"rounds": 3, "seconds": 0.0, "device": "cpu"}

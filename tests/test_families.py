@@ -33,6 +33,7 @@ def test_many_types_convert():
     assert ROWS.keys() == set(families.stock_types())
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("family", "answer"),
     [

@@ -284,6 +284,7 @@ def test_records_become_reports_without_torch(tmp_path):
     assert run("-c", code, cwd=tmp_path, path=(ROOT, ROOT / "kernels")).strip() == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["AutoModel", *(pytest.param(name, marks=pytest.mark.slow) for name in ("BertModel", "GPT2LMHeadModel"))]
 )

@@ -110,7 +110,7 @@ def built(name: str, settings: dict[str, Any], causal: bool) -> Any:
         return None
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "settings", "causal"),
     [
@@ -333,6 +333,7 @@ def test_discards_an_int8_program_with_wrong_scales(tmp_path, monkeypatch):
     assert not (tmp_path / "int8").exists()
 
 
+@pytest.mark.slow
 def test_int8_leaves_the_maps_of_heads_as_they_are(tmp_path):
     """ONNX Runtime opens a program whose maps, which have three dimensions, are rounded, but cannot run it."""
     tiny("BertForSequenceClassification").save_pretrained(tmp_path / "base")

@@ -501,6 +501,7 @@ def test_a_converted_model_learns_from_its_exact_self_by_default(sst2, tmp_path)
         assert done.recover == recover
 
 
+@pytest.mark.slow
 def test_validation_takes_a_tenth_of_a_time_budget_at_most(sst2, tmp_path, monkeypatch):
     (Path(sst2) / "train.tsv").write_text("\n".join(["sentence\tlabel", *ROWS * 4]) + "\n", encoding="utf-8")
     clock, used = [0.0], []

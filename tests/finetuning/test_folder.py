@@ -225,6 +225,7 @@ def test_a_training_killed_after_its_last_step_is_resumed_to_what_it_wrote(study
     assert (tmp_path / "healed" / "model.safetensors").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_refused_options_with_force_keep_the_unfinished_training(study, tmp_path):
     options = options_of(study, recover=["task"])
 

@@ -106,6 +106,7 @@ def test_the_teacher_sees_each_input_once_and_the_share_is_reported(sst2, tmp_pa
     assert done.phases[0].curve[-1]["loss"] < done.phases[0].curve[1]["loss"]
 
 
+@pytest.mark.slow
 def test_a_resumed_training_with_kept_logits_ends_with_the_same_weights(sst2, tmp_path):
     options = options_of(sst2, recover=["distill"], steps=30, distill={"hidden": 0.0, "cache": 1}, evaluate_every=10)
     whole = trained(uninterrupted := model_of(), tmp_path / "whole", options)

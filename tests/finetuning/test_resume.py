@@ -54,6 +54,7 @@ def test_interrupted_after_any_step_and_resumed_the_weights_are_the_same_to_the_
     assert [phase.best_step for phase in done.phases] == [phase.best_step for phase in uninterrupted.phases]
 
 
+@pytest.mark.slow
 def test_a_training_whose_folder_was_moved_ends_with_its_best_weights(sst2, tmp_path):
     options = options_of(sst2, steps=30, patience=100)
     whole = trained(model := model_of(), tmp_path / "whole", options)

@@ -287,6 +287,7 @@ def test_a_training_is_one_by_hand_in_float64(accumulate, sst2, tmp_path):
         torch.testing.assert_close(x, other.state_dict()[name], rtol=1e-6, atol=1e-8, msg=name)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("lower", "values", "patience", "best", "steps", "ended"),
     [

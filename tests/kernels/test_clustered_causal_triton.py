@@ -113,6 +113,7 @@ def test_padding_is_not_read(length):
     assert all(torch.isfinite(x).all() for x in computed)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 def test_dropped_keys():
     # Scores rise along the sequence: every key takes the place of an earlier one, and the largest scores move on.

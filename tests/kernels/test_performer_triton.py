@@ -90,6 +90,7 @@ def of_each_head(heads, size=16, features=24) -> dict[str, Any]:
     return {"rows": rows.to(DEVICE), "offsets": torch.randn(heads, features).to(DEVICE)}
 
 
+@pytest.mark.slow
 @by_direction
 @pytest.mark.sample(1)
 def test_rows_and_weights_of_each_head(causal):

@@ -113,6 +113,7 @@ def test_the_chosen_head_is_drawn_and_minus_one_is_the_last(base, tmp_path):
     assert "asked for" in made.large[0].why
 
 
+@pytest.mark.slow
 def test_another_checkpoint_is_the_exact_side(base, tmp_path):
     other = transformers.AutoModelForSequenceClassification.from_pretrained(base)
     same = look(other, tmp_path / "same", text=TEXT, processor=str(base), against=str(base), offline=True)

@@ -158,6 +158,7 @@ def test_lengths_beyond_the_positions_are_refused_by_the_name_of_the_model(opene
         next(measure.measure_speed(chosen, BenchStage(lengths=[8, 33]), None, seed=0, progress=silent))
 
 
+@pytest.mark.slow
 def test_timing_extends_positions_of_copies_and_leaves_the_models(opened):
     before = {label: copy.deepcopy(one.model.state_dict()) for label, one in opened.items()}
     stage = BenchStage(lengths=[8, 40], max_length=40, inputs="synthetic", rounds=3, seconds=0)

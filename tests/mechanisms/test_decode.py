@@ -27,7 +27,7 @@ def decoded(mechanism, tensors, mask, cuts):
 @pytest.mark.parametrize("kind", MASKS)
 @given(shape=shapes, cuts=st.lists(st.integers(1, 66), max_size=4), one_by_one=st.booleans(), grad=st.booleans())
 @few
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 def test_pieces_equal_the_whole_sequence(name, kind, shape, cuts, one_by_one, grad):
     length = shape["length"]
     mechanism = make(name, True, heads=shape["heads"], size=shape["size"])

@@ -108,6 +108,7 @@ def drawn(length, keys, groups=2):
     return q, k, v
 
 
+@pytest.mark.sample(1)
 @over_kinds
 @over_forms
 @settings(max_examples=8)

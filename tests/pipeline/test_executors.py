@@ -41,6 +41,7 @@ def test_local_runs_timed_items_alone_with_all_threads(tmp_path, monkeypatch):
     assert len({result[2] for result in alone.values()}) == 1
 
 
+@pytest.mark.slow
 def test_stopping_early_leaves_no_process(tmp_path):
     import multiprocessing
 

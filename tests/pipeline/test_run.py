@@ -106,6 +106,7 @@ def test_resumes_to_the_same_record_after_a_kill_at_any_stage(study, tmp_path):
     assert without_times(made) == without_times(whole)
 
 
+@pytest.mark.slow
 def test_resumes_after_a_stop_before_any_stage(study, tmp_path):
     read = recipe.read(tiny_recipe(tmp_path / "tiny.yaml", study.parent / "base", study.parent / "SST-2"))
     out, seen = tmp_path / "run", []

@@ -47,6 +47,7 @@ def interval(study: Path, out: Path, seed: int) -> list[float]:
     return known(run(recipe.read(file), out).quality[0].variants[0].interval)
 
 
+@pytest.mark.slow
 def test_a_recipes_seed_is_that_of_the_bootstrap(study, tmp_path):
     first, second = (interval(study, tmp_path / f"run{seed}", seed) for seed in (0, 1))
     assert first != second

@@ -182,6 +182,7 @@ def test_a_failed_cell_stops_no_other_and_is_retried(whole, study, tmp_path):
     assert made.results.quality == whole[0].results.quality
 
 
+@pytest.mark.slow
 def test_a_conversion_that_fails_takes_its_cells_with_it(edited, tmp_path):
     read = edited("settings: {left: 1}, grid: {right: [1]}", "settings: {left: 1, right: 2}")
     out = tmp_path / "out"

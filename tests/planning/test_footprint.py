@@ -32,6 +32,7 @@ def predicted(model, length, plan=None):
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "max_position_embeddings": 1024}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("architecture", ["BertForSequenceClassification", "BertForMaskedLM", "LlamaForCausalLM"])
 @pytest.mark.parametrize("length", [64, 700])
 def test_predicts_peak_memory_of_exact_models_within_one_per_cent(architecture, length):

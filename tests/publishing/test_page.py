@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 from approx.publishing import report
 from typed import record_of
 
@@ -32,6 +34,7 @@ def test_shows_the_colour_of_a_variant_next_to_its_name(record):
     assert colours["linear"] != colours["clustered 25"]
 
 
+@pytest.mark.slow
 def test_the_title_of_several_reports_is_their_number_and_each_can_be_reached(record):
     other = record | {"title": "Another machine"}
     shown = report.html([record_of(record), record_of(other)])

@@ -227,6 +227,7 @@ def test_reports_a_busy_machine(record, tmp_path):
     assert "Other programs used this machine's cores" in report(record, tmp_path / "c")["index.html"]
 
 
+@pytest.mark.slow
 def test_names_ops_that_ran_in_plain_pytorch(record, tmp_path):
     before = report(record, tmp_path / "before")["report.md"]
     assert "plain PyTorch" not in before
@@ -245,6 +246,7 @@ def test_names_ops_that_ran_in_plain_pytorch(record, tmp_path):
     assert "plain PyTorch" not in report(record, tmp_path / "fast")["report.md"]
 
 
+@pytest.mark.slow
 def test_records_of_different_machines_have_separate_figures(record, tmp_path):
     other = json.loads(json.dumps(record))
     other |= {"title": "Another machine", "speed": record["speed"][:2]}

@@ -149,7 +149,7 @@ def test_parameters_get_gradients_through_the_operator():
         if name in MECHANISMS
     ],
 )
-@pytest.mark.sample(6)
+@pytest.mark.sample(2)
 def test_a_converted_model_is_exported_saved_and_loaded(family, name, tmp_path):
     model, inputs = convert(family, name)
     expected = outputs(model, inputs, **UNCACHED[family])

@@ -136,6 +136,7 @@ def test_training_lowers_the_word_error_rate(reader, tmp_path):
     assert done.measure == "wer"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("mode", "plan"),
     [("transfer", approx.Plan.of("linear", window=4)), ("distill", approx.Plan.of("local", left=0, right=0))],

@@ -48,7 +48,7 @@ def broken(monkeypatch, read):
 
 
 @pytest.mark.parametrize("kind", kinds.KINDS)
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 def test_what_is_damaged_is_refused_or_read(kind, template, judge):
     failed = []
     for number in range(2 if kind in SLOW else EACH):

@@ -20,7 +20,7 @@ def test_there_are_cases():
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.kind}: {case.target}")
-@pytest.mark.sample(8)
+@pytest.mark.sample(6)
 def test_what_was_found_is_refused_or_read(case, worker):
     worker.ask(case)
     assert worker.answer()[1].status in ("read", "refused")

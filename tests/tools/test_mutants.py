@@ -42,6 +42,7 @@ def test_conditions_numbers_arguments_and_statements_are_changed():
     }
 
 
+@pytest.mark.slow
 def test_leaves_messages_unchanged():
     assert (
         changed('''

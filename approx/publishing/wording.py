@@ -216,7 +216,9 @@ def loss(entry: QualityVariant, task: Quality) -> str:
     if amount == decimal(0.0, digits):
         return f"scores the same{within}{between} {units(task)}"
     if task.lower_is_better:
-        return f"has {amount}{within} {'more' if difference > 0 else 'fewer'} {units(task)}{between}"
+        counted = task.fraction or " per " in units(task)
+        direction = "more" if difference > 0 else "fewer" if counted else "less"
+        return f"has {amount}{within} {direction} {units(task)}{between}"
     return f"{'loses' if difference < 0 else 'gains'} {amount}{within} {units(task)}{between}"
 
 

@@ -302,6 +302,22 @@ def test_linear_and_exact_equals_weights_of_single_pairs(feature_map, window, de
         assert_close("out", out, plain, exact)
 
 
+@pytest.mark.parametrize("window", [1, 5, 33, 64, 70, 130, 300])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("density", "masked"), [(None, False), (None, True), (0.2, True)])
+def test_blocks_of_exported_programs_equal_weights_of_single_pairs(window, causal, density, masked, monkeypatch):
+    """What programs compute, without the time to export one for each; `conversion/test_export.py` runs programs."""
+    q, k, v = (torch.randn(2, heads, 150, size, dtype=torch.float64) for heads, size in ((4, 8), (2, 8), (2, 6)))
+    mask = torch.rand(2, 150) < 0.7 if masked else None
+    chosen = None if density is None else torch.rand(2, 150) < density
+    exactly, far = Exactly(causal, window, chosen, SCALE), linear_far("hedgehog", 4, 8, 24, torch.float64)
+    real = torch.ones(1, 1, 1, 1) if mask is None else mask[:, None, :, None]
+    exact = dense_linear(q, k, v, mask, exactly, far)
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
+    out = linear_and_exact(q, k, v, mask, exactly=exactly, far=far, impl="reference")
+    torch.testing.assert_close(out * real, exact * real)
+
+
 @given(
     length=st.integers(1, 150),
     more=st.sampled_from((0, 0, 0, -70, 5, 90)),

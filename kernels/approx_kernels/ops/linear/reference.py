@@ -163,6 +163,10 @@ def features(x: Tensor, feature_map: str, weight: Tensor | None) -> Tensor:
     weight = weight.to(x.dtype)
     if feature_map == "t2r":
         return F.relu(x @ weight[:, :-1] + weight[:, -1:])
+    if feature_map == "hedgehog" and torch.compiler.is_exporting():
+        # Runtimes copy what they join, so both signs are one product.
+        heights = x @ torch.cat([weight, -weight], -1)
+        return heights.unflatten(-1, (2, weight.shape[-1])).softmax(-1).flatten(-2)
     heights = x @ weight
     if feature_map == "unit":
         heights = F.silu(heights)

@@ -106,7 +106,7 @@ def evaluate(
     """Score a checkpoint on a task and compare it with its base on the same examples."""
     from approx import api
     from approx.checkpoints.atomic_folder import locked_output
-    from approx.cli.figures import quality_table
+    from approx.cli.figures import quality_tables
     from approx.evaluation import record
     from approx.evaluation.evaluate import leads
     from approx.publishing.summary import recommendation
@@ -147,7 +147,9 @@ def evaluate(
             record.save(output, made)
     if output is not None:
         terminal.note(f"Record written to {output}, the outputs of each example to {outputs}")
-    terminal.result(made.to_data(), *recommendation(made), *map(quality_table, made.quality))
+    terminal.result(
+        made.to_data(), *recommendation(made), *(shown for entry in made.quality for shown in quality_tables(entry))
+    )
     if report_to is not None:
         terminal.note(tracking.report(made.title, [made], report_to))
     if fail_over:

@@ -59,8 +59,9 @@ class Carried:
         self.forget()
         self._check()
 
-    def forget(self) -> None:
-        """Begin another text."""
+    def forget(self, model: Any = None) -> None:
+        """Begin another text, with the same model in a wrapper if one is given."""
+        self._model = self._model if model is None else model
         self._cache: Any = None
         self._tokens: Tensor | None = None
         # Tokens in the cache, and the position of the next one.
@@ -295,6 +296,9 @@ def losses_in_order(model: Any, pieces: Sequence[Encoding], carry: str) -> Itera
         targets = tokens[0, read + 1 : read + count + 1].to(logits.device)
         losses = torch.cat([losses, cross_entropy(logits[0].float(), targets, reduction="none").cpu()])
         read += count
+        if carry == "flush":
+            # The last window may not be full.
+            carried.forget()
         while one is not None and len(losses) >= one["scored"]:
             now = time.perf_counter()
             yield losses[: one["scored"]], carried.state_bytes, now - began

@@ -71,7 +71,7 @@ class LanguageModelling(Text):
         for unused, value, ways in (("stride", stride, ("flush",)), ("window", window, ("state",))):
             if value is not None and carry in ways:
                 raise wrong_setting(unused, value, f"none with carry={carry}, which has no {unused}", self.name)
-        self._carry = carry
+        self.carry = carry
         self._bucket = None if bucket is None else whole_setting(self.name, "bucket", bucket, 1)
         self._window = None if window is None else whole_setting(self.name, "window", window, 2)
         self._stride = None if stride is None else whole_setting(self.name, "stride", stride, 1, window and window - 1)
@@ -80,17 +80,17 @@ class LanguageModelling(Text):
         """Raise if the model has no language-modelling head, or is not causal."""
         super().check(model)
         check_causal(self.name, model)
-        if self._carry is not None:
+        if self.carry is not None:
             from approx.tasks.carrying import Carried
 
-            Carried(model, self._carry, 2, 1)
+            Carried(model, self.carry, 2, 1)
 
     def encode(self, example: Example, processor: Any, max_length: int | None = None) -> list[Encoding]:
         """The windows that score the tokens of a stretch."""
         window = window_within(self.name, self._window, max_length, max_length or 1024)
         # The first token of a window is context only.
         stride = min(max(window // 2, 1), window - 1) if self._stride is None else self._stride
-        if self._carry == "state":
+        if self.carry == "state":
             stride = self._stride or _READ
         else:
             whole_setting(self.name, "stride", stride, 1, window - 1)
@@ -103,7 +103,7 @@ class LanguageModelling(Text):
             begun = []
         # Without a beginning-of-text token, the first token cannot be predicted.
         first = max(int(first), 1 - len(begun))
-        if self._carry is not None:
+        if self.carry is not None:
             room, last = (max_length or int(last) + 1) - 1, int(last)
             return [
                 {
@@ -150,7 +150,7 @@ class LanguageModelling(Text):
     @property
     def in_order(self) -> bool:
         """Whether something is carried from one segment to the next."""
-        return self._carry is not None
+        return self.carry is not None
 
     def follows(self, encoding: Encoding, before: Encoding) -> bool:
         """Whether it goes on in the same text; after a stretch without words or one that is left out, nothing is carried."""
@@ -160,17 +160,17 @@ class LanguageModelling(Text):
         """The summed loss of each piece, by the number of tokens before in its text, and what the model carried."""
         from approx.tasks.carrying import losses_in_order
 
-        assert self._carry is not None
-        read = losses_in_order(model, encodings, self._carry)
+        assert self.carry is not None
+        read = losses_in_order(model, encodings, self.carry)
         for one, (losses, state, seconds) in zip(encodings, read, strict=True):
             begin, end = one["begin"], one["begin"] + one["scored"]
             places = by_place(losses, range(begin, end), self._bucket)
-            yield {"places": places, "state": state, "end": end, "seconds": seconds}
+            yield {"places": places, "state": state, "end": end - 1, "seconds": seconds}
 
     def combine(self, example: Example, parts: list[Any]) -> dict[str, Any]:
         """Add up the windows of a stretch."""
         combined = super().combine(example, parts)
-        if self._carry is not None:
+        if self.carry is not None:
             largest = max(parts, key=lambda part: (part["state"], -part["end"]))
             combined |= {
                 "state": largest["state"],
@@ -181,10 +181,10 @@ class LanguageModelling(Text):
 
     def positions(self, encoding: Encoding, config: Any) -> int:
         """Tokens that attention sees at most: of a text that is read in order, up to the window or its beginning."""
-        if self._carry is None:
+        if self.carry is None:
             return super().positions(encoding, config)
         end = encoding["begin"] + encoding["scored"]
-        return end if self._carry == "state" else min(end, encoding["window"])
+        return end if self.carry == "state" else min(end, encoding["window"])
 
     def slices(
         self, labels: Sequence[Any], lengths: Sequence[int], predictions: Sequence[Any]

@@ -1,5 +1,6 @@
 """A text read in order: windows, memories and states give the outputs of plain loops, in memory that stays the same."""
 
+import json
 import math
 
 import pytest
@@ -22,6 +23,9 @@ from transformers import (
 from approx.conversion import surgery
 from approx.errors import ApproxError, Exit
 from approx.evaluation.evaluate import Subject, evaluate
+from approx.finetuning.finetune import finetune
+from approx.finetuning.options import FinetuneStage
+from approx.finetuning.trainer import Segments
 from approx.planning.plan import Plan, Rule
 from approx.planning.positions import example_inputs
 from approx.tasks import open_task
@@ -142,7 +146,7 @@ def test_part_of_a_head_may_be_rotated():
 
 @pytest.mark.parametrize(
     ("mechanism", "settings"),
-    [("linear", {}), ("performer", {}), ("sinks", {"sinks": 2, "window": 6}), ("local", {"window": 6})],
+    [("linear", {}), ("performer", {}), ("sinks", {"sinks": 2, "window": 6}), ("local", {"left": 6})],
 )
 @pytest.mark.parametrize("make", [gpt2, llama])
 def test_a_state_read_in_chunks_is_one_forward_pass(make, mechanism, settings):
@@ -162,15 +166,15 @@ def test_a_state_read_in_chunks_is_one_forward_pass(make, mechanism, settings):
 def test_memory_stays_the_same(make, carry, mechanism):
     model = make(32)
     if mechanism is not None:
-        model = converted(model, mechanism, {"window": 6})
+        model = converted(model, mechanism, {"local": {"left": 6}, "sinks": {"window": 6}}.get(mechanism, {}))
     carried = Carried(model, carry, 24, 8)
     sizes = []
     with torch.inference_mode():
         for some in ids().repeat(1, 8).split([*carried.steps(1200)], 1):
             carried.read(some)
             sizes.append(carried.state_bytes)
-    # The text may end with a shorter segment.
-    assert len(set(sizes[3:-1])) == 1
+    # Windows fill first; the text may end with a shorter segment.
+    assert len(set(sizes[30:-1])) == 1
     if carry == "segments":
         config = model.config
         heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
@@ -244,6 +248,55 @@ def test_a_record_has_state_and_time_and_slices_by_the_place_in_the_text(tmp_pat
     assert sinks.reached < 60
     assert base.seconds > 0
     assert [part.to for part in made.variants[0].slices] == [16, 32, 64, 128, 256]
+
+
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_trains_on_segments_without_a_gradient_to_the_memory(make):
+    model, tokens = make(256), ids(40)
+    objective = Segments(Carried(model, "segments", 24, 8))
+    loss = objective.loss(model, model, {"input_ids": tokens, "labels": tokens.clone()})
+    with torch.inference_mode():
+        logits = read_all(model.eval(), tokens[:, :-1], "segments", 24, 8)
+    assert loss.item() == pytest.approx(torch.nn.functional.cross_entropy(logits[0], tokens[0, 1:]).item(), rel=1e-5)
+    # The loss of one segment alone reaches no embedding of the tokens before it.
+    carried = Carried(model, "segments", 24, 8)
+    table = model.get_input_embeddings()
+    seen = []
+
+    def keep(module, args, out):
+        out.retain_grad()
+        seen.append(out)
+
+    table.register_forward_hook(keep)
+    carried.read(tokens[:, :8])
+    carried.read(tokens[:, 8:16]).sum().backward()
+    assert seen[0].grad is None
+    assert seen[1].grad.abs().sum() > 0
+
+
+def test_finetune_carries_segments(tmp_path):
+    texts = [" ".join(WORDS[4 + (row * index + index // 3) % 10] for index in range(48)) for row in range(60)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+    def trained(carry, **settings):
+        options = FinetuneStage(
+            recover=["clm"],
+            task="lm",
+            data=str(tmp_path / "train.jsonl"),
+            settings={"carry": carry, **settings},
+            length=64,
+            steps=3,
+            batch_size=8,
+            validation=5,
+            evaluate_every=3,
+        )
+        return finetune(llama(128), tiny_tokenizer(), options, folder=tmp_path / carry)
+
+    made = trained("segments", window=16, stride=8)
+    assert made.steps == 3
+    for wrong, words in (({"carry": "state"}, "a way to evaluate"), ({"carry": "recompute"}, "a way to evaluate")):
+        with pytest.raises(ApproxError, match=words):
+            trained(**wrong)
 
 
 def converted(model, mechanism, settings):

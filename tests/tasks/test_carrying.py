@@ -302,3 +302,18 @@ def test_finetune_carries_segments(tmp_path):
 def converted(model, mechanism, settings):
     surgery.convert(model, Plan((Rule(mechanism, "all", settings),)), calibration=example_inputs(model, 24))
     return model.eval()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("carry", "mechanism"), [("segments", None), ("state", "sinks"), ("state", "linear")])
+def test_a_million_tokens_need_no_more_memory_than_the_first_thousands(carry, mechanism):
+    model = llama(4096)
+    if mechanism is not None:
+        model = converted(model, mechanism, {})
+    carried = Carried(model, carry, 2048, 1024)
+    sizes = []
+    with torch.inference_mode():
+        for _ in range(1_000_000 // 1024 + 1):
+            assert carried.read(torch.randint(len(WORDS), (1, 1024))).isfinite().all()
+            sizes.append(carried.state_bytes)
+    assert len(set(sizes[4:])) == 1

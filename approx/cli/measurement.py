@@ -46,6 +46,7 @@ def add_to(app: typer.Typer) -> None:
         "approx evaluate longer --against base --task documents --data texts.jsonl --extend-base",
         "approx evaluate linear-int8 --against exact-onnx --task glue/sst2",
         "approx evaluate converted --task needle --report-to tensorboard",
+        "approx evaluate gpt --task lm --data book.txt --set carry=segments --set window=1024 --set stride=512",
         "torchrun --nproc-per-node 4 --no-python approx evaluate converted --task squad --data squad",
         stage=_EVALUATE,
     )(evaluate)

@@ -1,7 +1,7 @@
 """Tables of results: quality against the base, speed against exact attention."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -29,9 +29,18 @@ def checks_table(checks: "list[Check]") -> Table:
     return table(["check", "result", "detail"], rows)
 
 
-def quality_table(entry: Quality) -> Table:
-    """The scores of one task: the base, and the difference of each variant from it."""
+def quality_tables(entry: Quality) -> list[Table]:
+    """The scores of one task, and what the models carried from segment to segment if they read texts in order."""
     made = tables.quality_table(entry)
+    shown = [_quality_table(entry, made)]
+    if rows := [list(row.values()) for row in made["carried"]]:
+        title = "Carried from one segment of a text to the next; the state did not grow after so many tokens"
+        shown.append(table(["", "state", "reached after", "tokens", "per token"], rows, title=title))
+    return shown
+
+
+def _quality_table(entry: Quality, made: dict[str, Any]) -> Table:
+    """The base, and the difference of each variant from it."""
     others = made["others"]
     base, blank = made["base"], [""] * len(others)
     rows = [[BASE, base["score"], *base["others"], "", base["interval"], "", base["verdict"], "", ""]]

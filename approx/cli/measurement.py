@@ -46,6 +46,7 @@ def add_to(app: typer.Typer) -> None:
         "approx evaluate longer --against base --task documents --data texts.jsonl --extend-base",
         "approx evaluate linear-int8 --against exact-onnx --task glue/sst2",
         "approx evaluate converted --task needle --report-to tensorboard",
+        "approx evaluate gpt --task lm --data book.txt --set carry=segments --set window=1024 --set stride=512",
         "torchrun --nproc-per-node 4 --no-python approx evaluate converted --task squad --data squad",
         stage=_EVALUATE,
     )(evaluate)
@@ -106,7 +107,7 @@ def evaluate(
     """Score a checkpoint on a task and compare it with its base on the same examples."""
     from approx import api
     from approx.checkpoints.atomic_folder import locked_output
-    from approx.cli.figures import quality_table
+    from approx.cli.figures import quality_tables
     from approx.evaluation import record
     from approx.evaluation.evaluate import leads
     from approx.publishing.summary import recommendation
@@ -147,7 +148,9 @@ def evaluate(
             record.save(output, made)
     if output is not None:
         terminal.note(f"Record written to {output}, the outputs of each example to {outputs}")
-    terminal.result(made.to_data(), *recommendation(made), *map(quality_table, made.quality))
+    terminal.result(
+        made.to_data(), *recommendation(made), *(shown for entry in made.quality for shown in quality_tables(entry))
+    )
     if report_to is not None:
         terminal.note(tracking.report(made.title, [made], report_to))
     if fail_over:

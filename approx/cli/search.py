@@ -102,7 +102,7 @@ def search(
 
 
 def _shown(found: "Searched", output: Path) -> "list[Table | str]":
-    from approx.cli.figures import quality_table, speed_tables
+    from approx.cli.figures import quality_tables, speed_tables
     from approx.pipeline.run import BEST, folder_of
 
     rows = [
@@ -122,7 +122,7 @@ def _shown(found: "Searched", output: Path) -> "list[Table | str]":
             table(["layer", "mechanism", "heads", "saves ms", "of the damage", "alone moves the outputs by"], rows)
         )
     if found.quality is not None:
-        shown.append(quality_table(found.quality))
+        shown += quality_tables(found.quality)
     if found.speed is not None:
         shown += speed_tables([found.speed])
     summary = f"{found.measured} plans were measured in {found.seconds:.0f} s"

@@ -107,7 +107,7 @@ def run(
 ) -> None:
     """Run a recipe: convert every variant, evaluate and time it, write record and report, push."""
     from approx import recipe as recipes
-    from approx.cli.figures import quality_table, speed_tables
+    from approx.cli.figures import quality_tables, speed_tables
     from approx.pipeline.run import run as run_recipe
     from approx.publishing.summary import recommendation
 
@@ -143,7 +143,7 @@ def run(
             command=scrubbed(shlex.join(["approx", "run", recipe, *_overrides(checkpoint, data, limit)])),
             progress=bar,
         )
-    tables = [*map(quality_table, made.quality), *speed_tables(made.speed)]
+    tables = [*(shown for entry in made.quality for shown in quality_tables(entry)), *speed_tables(made.speed)]
     files = [f"Record: {folder / 'record.json'}", f"Report: {folder / 'report' / 'index.html'}"]
     files += [outcome.summary for outcome in pushed]
     terminal.result(made.to_data(), *([read.notice] if read.notice else []), *recommendation(made), *tables, *files)

@@ -420,7 +420,15 @@ def predict(
         for number in waiting[rank::world]:
             rows = prepared.batches[number]
             with _attributed(subject):
-                parts = _predict_batch(subject, task, [prepared.encodings[row] for row in rows], device, halve)
+                encodings = [prepared.encodings[row] for row in rows]
+                if task.in_order:
+                    parts = []
+                    for part in task.predict_in_order(model, encodings):
+                        parts.append(part)
+                        if advance:
+                            advance(min(done + len(parts) * world, len(prepared.encodings)))
+                else:
+                    parts = _predict_batch(subject, task, encodings, device, halve)
             parts_by_batch[number] = ledger.write(number, parts) if ledger else parts
             done += len(rows) * world
             if advance:

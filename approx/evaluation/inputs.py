@@ -80,7 +80,8 @@ class Prepared:
         lengths: Tokens of the longest input of each example.
         windows: Most inputs that an example is read in.
         truncated: Number of truncated examples.
-        batches: Indexes of the encodings of each batch, sorted by length, longest first.
+        batches: Indexes of the encodings of each batch, sorted by length, longest first; of a task that is read in order
+            those that follow one another.
     """
 
     split: Split
@@ -151,6 +152,9 @@ def prepare(
     owners = [row for row, windows in enumerate(encoded) for _ in windows]
     encodings = [window for windows in encoded for window in windows]
     _check_tokens(subjects, split.examples, encodings, owners)
+    if task.in_order:
+        batches = _runs(task, encodings)
+        return Prepared(split, encodings, owners, lengths, max(map(len, encoded)), len(long), batches)
     # Longest first, so that memory runs out in the first batch or not at all.
     company = [
         [_company(task.company(encoding, subject.processor, subject.model.config), row) for subject in subjects]
@@ -165,6 +169,17 @@ def prepare(
             batches.append(waiting[:count])
             waiting = waiting[count:]
     return Prepared(split, encodings, owners, lengths, max(map(len, encoded)), len(long), batches)
+
+
+def _runs(task: Task, encodings: Sequence[Encoding]) -> list[list[int]]:
+    """Indexes of the encodings that follow one another, for each text."""
+    runs: list[list[int]] = []
+    for row, encoding in enumerate(encodings):
+        if row and task.follows(encoding, encodings[row - 1]):
+            runs[-1].append(row)
+        else:
+            runs.append([row])
+    return runs
 
 
 def _company(number: int | None, row: int) -> int:

@@ -18,6 +18,7 @@ from approx.evaluation.record import (
     AT_CHANCE,
     Ablated,
     BaseQuality,
+    CarriedState,
     Quality,
     QualityVariant,
     Record,
@@ -141,6 +142,7 @@ def compare(
                 slices=_slices(task, labels, lengths, predictions[base], predictions[name]),
                 at_chance=chance is not None and against_chance(name)[1],
                 rare=comparison.rare if ends is not None else None,
+                carried=_carried(task, predictions[name]),
             )
         )
     return Compared(
@@ -157,8 +159,21 @@ def compare(
             scores=task.score(predictions[base], labels),
             interval=None if interval is None else list(interval),
             at_chance=at_chance,
+            carried=_carried(task, predictions[base]),
         ),
         variants=variants,
+    )
+
+
+def _carried(task: Task, predictions: Sequence[Any]) -> CarriedState | None:
+    if not task.in_order:
+        return None
+    largest = max(one["state"] for one in predictions)
+    return CarriedState(
+        tokens=sum(one["count"] for one in predictions),
+        state_bytes=largest,
+        reached=min(one["end"] for one in predictions if one["state"] == largest),
+        seconds=sum(one["seconds"] for one in predictions),
     )
 
 

@@ -451,6 +451,22 @@ class Variant(Written):
     runtime: str | None = None
 
 
+class CarriedState(Written):
+    """What a model kept from one segment to the next of texts that it read in order, and how long it took.
+
+    Attributes:
+        tokens: Tokens that were scored.
+        state_bytes: The largest state, in bytes, at the ends of examples.
+        reached: Tokens of a text read when the state was first that large: it did not grow after them.
+        seconds: Time to read all tokens; of stored outputs that of the run that computed them.
+    """
+
+    tokens: Count
+    state_bytes: Count
+    reached: Count
+    seconds: float
+
+
 class BaseQuality(Written):
     """The scores of the base.
 
@@ -458,11 +474,13 @@ class BaseQuality(Written):
         scores: Metric -> score.
         interval: Interval of the metric; null for a single example or group.
         at_chance: Whether the interval of the score reaches the chance level.
+        carried: What it kept while it read texts in order; null for tasks that do not.
     """
 
     scores: Scores
     interval: Interval | None
     at_chance: bool = False
+    carried: CarriedState | None = None
 
 
 class Approximated(Written):
@@ -566,6 +584,7 @@ class QualityVariant(Written):
             null for a single task.
         rare: How far the interval reaches for losses so rare that no example shows them, in the units of the score;
             null without an interval; older records lack it.
+        carried: What it kept while it read texts in order; null for tasks that do not.
     """
 
     name: str
@@ -585,6 +604,7 @@ class QualityVariant(Written):
     at_chance: bool = False
     p_adjusted: float | None = None
     rare: float | None = None
+    carried: CarriedState | None = None
 
 
 class Tokens(Written):

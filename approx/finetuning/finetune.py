@@ -52,6 +52,7 @@ from approx.finetuning.trainer import (
     Objective,
     Outcome,
     Phase,
+    Segments,
     Supervised,
     Transfer,
     disk_errors,
@@ -60,7 +61,9 @@ from approx.finetuning.trainer import (
 )
 from approx.paths import refuse_leaving
 from approx.progress import Progress, silent
+from approx.tasks.carrying import Carried
 from approx.tasks.classification import SEVERAL, kind_of_outputs
+from approx.tasks.language import LanguageModelling
 from approx.tasks.metrics import METRICS
 from approx.tasks.text import Text
 from approx.validation import first_mistake
@@ -454,7 +457,7 @@ def _phase(
             kept = _kept_logits(model, options, read, passes=steps * batch_size / len(read.rows))
             objective = Distill(teacher or teacher_of(model), options.distill, kept)
         else:
-            objective = Supervised()
+            objective = _supervised(read, model, options)
         trained = (
             trainer.mechanism_parameters(model) if adapted else trainer.chosen_parameters(model, options.train, sample)
         )
@@ -485,6 +488,26 @@ def _phase(
         report_to=options.report_to,
         seed=options.seed,
     )
+
+
+def _supervised(read: trainer.TrainingData, model: Any, options: FinetuneStage) -> Objective:
+    """The loss of targets; in segments if the task carries something from one to the next.
+
+    Raises:
+        ApproxError: if this cannot be carried in training.
+    """
+    if not isinstance(read.task, LanguageModelling) or read.task.carry is None:
+        return Supervised()
+    carry = read.task.carry
+    if carry not in ("flush", "segments"):
+        raise ApproxError(
+            f"carry={carry} is a way to evaluate. Train with carry=flush or segments, or leave it out, which suits recompute."
+        )
+    if options.recompute:
+        raise ApproxError(
+            f"--recompute computes layers again without the cache that carry={carry} needs. Leave one of them out."
+        )
+    return Segments(Carried(model, carry, read.encodings[0]["window"], read.encodings[0]["stride"]))
 
 
 # Share of the memory for kept logits.

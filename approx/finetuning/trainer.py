@@ -49,6 +49,7 @@ from approx.planning.plan import described
 from approx.progress import Progress
 from approx.seam.observe import Call, observe
 from approx.tasks import open_task
+from approx.tasks.carrying import Carried
 from approx.tasks.classification import SEVERAL, kind_of_outputs
 from approx.tasks.padding import IGNORED, padded_labels
 from approx.tasks.task import Encoding, Example, Split, Task
@@ -282,6 +283,32 @@ class Supervised:
     def loss(self, model: Any, inner: Any, inputs: dict[str, Tensor]) -> Tensor:
         """See `Objective`."""
         return model(**inputs).loss
+
+
+class Segments:
+    """Language modelling of inputs in segments, each with what a task carries from those before, without gradient.
+
+    Source: Dai et al. 2019, Transformer-XL, arXiv 1901.02860.
+
+    Args:
+        carried: The model, and what it keeps.
+    """
+
+    def __init__(self, carried: Carried) -> None:
+        self._carried = carried
+
+    def loss(self, model: Any, inner: Any, inputs: dict[str, Tensor]) -> Tensor:
+        """The mean loss of a batch's targets; see `Objective`."""
+        tokens, targets = inputs["input_ids"], inputs["labels"][:, 1:]
+        self._carried.forget(model)
+        steps = [*self._carried.steps(targets.shape[1])]
+        parts = zip(tokens[:, :-1].split(steps, 1), targets.split(steps, 1), strict=True)
+        losses = [
+            F.cross_entropy(self._carried.read(some).float().transpose(1, 2), wanted, reduction="sum")
+            for some, wanted in parts
+        ]
+        self._carried.forget()
+        return torch.stack(losses).sum() / (targets != IGNORED).sum()
 
 
 class Transfer:

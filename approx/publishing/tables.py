@@ -57,6 +57,7 @@ def quality_table(task: Quality) -> dict[str, Any]:
         "chance": None if task.chance is None else wording.score(task.chance, task),
         "rows": rows,
         "adjusted": any(row["p_adjusted"] for row in rows),
+        "carried": _carried(task),
         "slices": _slices(task),
         "sliced_by": task.sliced_by or "tokens",
         "slice_metric": task.slice_metric or metric,
@@ -252,6 +253,22 @@ def _slices(task: Quality) -> list[dict[str, str]]:
         }
         for entry in task.variants
         for part in entry.slices
+    ]
+
+
+def _carried(task: Quality) -> list[dict[str, str]]:
+    """A row for each model that read texts in order: what it kept, and how long a token took."""
+    kept = [("exact", task.base.carried), *((entry.name, entry.carried) for entry in task.variants)]
+    return [
+        {
+            "name": name,
+            "state": f"{one.state_bytes / 1e6:,.3f} MB",
+            "reached": wording.count(one.reached),
+            "tokens": wording.count(one.tokens),
+            "time": f"{1e3 * one.seconds / max(one.tokens, 1):,.3g} ms",
+        }
+        for name, one in kept
+        if one is not None
     ]
 
 

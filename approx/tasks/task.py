@@ -260,6 +260,27 @@ class Task(ABC):
     def collate(self, encodings: Sequence[Encoding], processor: Any) -> dict[str, Any]:
         """Pad encodings into one batch of tensors, [B, L]."""
 
+    @property
+    def in_order(self) -> bool:
+        """Whether a model reads encodings that follow one another in their order, and keeps something in between."""
+        return False
+
+    def follows(self, encoding: Encoding, before: Encoding) -> bool:
+        """Whether an encoding of a task that is read in order goes on where another ended."""
+        return False
+
+    def predict_in_order(self, model: Any, encodings: Sequence[Encoding]) -> Iterator[Any]:
+        """Make the prediction of each encoding in turn; for tasks that are read in order.
+
+        Args:
+            model: The model, on its device.
+            encodings: Encodings that follow one another.
+
+        Raises:
+            ApproxError: if the model cannot read in this way, or its outputs are not finite.
+        """
+        raise NotImplementedError(f"{type(self).__name__} is not read in order.")
+
     def writes(self, model: Any) -> bool:
         """Whether a model writes its prediction with a decoder, which reads what is written so far."""
         return False

@@ -1,5 +1,6 @@
 """The command that finds a plan: search."""
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +16,7 @@ from approx.errors import ApproxError, Exit
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from approx.evaluation.record import Speed
     from approx.searching.options import SearchStage
     from approx.searching.outcome import Searched
 
@@ -89,19 +91,19 @@ def search(
             command=typed_command(),
             progress=bar,
         )
-    terminal.result(found.to_data(), *_shown(found, output))
+    terminal.result(found.to_data(), *_shown(found, output, verbose=terminal.verbose))
     for note in found.notes:
         terminal.note(note)
     if found.interrupted:
         raise typer.Exit(Exit.INTERRUPTED)
     if not found.feasible:
         raise typer.Exit(Exit.THRESHOLD)
-    terminal.note(f"Next: approx convert {model} --plan {output} -o converted")
+    terminal.note(f"Next: {shlex.join(['approx', 'convert', model, '--plan', str(output), '-o', 'converted'])}")
     if stage.stock:
         terminal.note("Then: approx export converted --format stock -o stock")
 
 
-def _shown(found: "Searched", output: Path) -> "list[Table | str]":
+def _shown(found: "Searched", output: Path, *, verbose: bool) -> "list[Table | str]":
     from approx.cli.figures import quality_tables, speed_tables
     from approx.pipeline.run import BEST, folder_of
 
@@ -121,9 +123,11 @@ def _shown(found: "Searched", output: Path) -> "list[Table | str]":
         shown.append(
             table(["layer", "mechanism", "heads", "saves ms", "of the damage", "alone moves the outputs by"], rows)
         )
-    if found.quality is not None:
-        shown += quality_tables(found.quality)
     if found.speed is not None:
+        shown += _frontier(found.speed, folder_of(output) / "record.json")
+    if found.quality is not None and verbose:
+        shown += quality_tables(found.quality)
+    if found.speed is not None and verbose:
         shown += speed_tables([found.speed])
     summary = f"{found.measured} plans were measured in {found.seconds:.0f} s"
     if found.correlation is not None:
@@ -134,3 +138,36 @@ def _shown(found: "Searched", output: Path) -> "list[Table | str]":
     if found.speed is not None:
         shown.append(f"Report: {folder_of(output) / 'report' / 'index.html'}")
     return shown
+
+
+def _frontier(speed: "Speed", file: Path) -> "list[Table | str]":
+    """What the report of the search advises, and the plans that were proven beside each other."""
+    from approx.evaluation import record
+    from approx.publishing import wording
+    from approx.publishing.summary import conclude, overview, recommendation, variant_of
+    from approx.publishing.tables import plan_lines
+
+    made = record.load(file)
+    concluded = conclude(made)
+    chosen = None if concluded is None else concluded.chosen
+    plans = {
+        one.name: "; ".join(f"{line['layers']}: {line['mechanism']}" for line in plan_lines(one))
+        for one in made.variants
+    }
+    rows = []
+    for row in overview(made):
+        timed = variant_of(speed.variants, row.name)
+        ends = None if timed is None else speed.believed(timed).interval
+        rows.append(
+            [
+                "→" if row.name == chosen else "",
+                row.name,
+                plans[row.name],
+                f"{row.change[0]} ({row.interval})" if row.interval else row.change[0],
+                f"{row.ratio[0]} ({wording.between(ends)})" if ends else row.ratio[0],
+                row.decision,
+            ]
+        )
+    title = f"Plans on examples that the search did not see, and their speed at {wording.count(speed.length)} tokens"
+    columns = ["", "plan", "layers", "change in quality", "speed", "advice"]
+    return [*recommendation(made)[:1], table(columns, rows, title=title)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import json
 import math
 import statistics
@@ -24,6 +25,7 @@ from approx.evaluation.record import (
     Record,
     Seeds,
     Slice,
+    WorstExample,
     judge_likelihoods,
 )
 from approx.evaluation.statistics import (
@@ -43,6 +45,9 @@ from approx.tasks.classification import ONE, SequenceClassification
 from approx.tasks.metrics import METRICS, TaskMetric
 from approx.tasks.task import Example, Task
 from approx.tasks.token_classification import TokenClassification
+
+# Examples that a variant loses most on, of which a record holds so many, and characters of their texts.
+_WORST, _EXCERPT = 10, 240
 
 
 @dataclass(frozen=True)
@@ -143,6 +148,7 @@ def compare(
                 at_chance=chance is not None and against_chance(name)[1],
                 rare=comparison.rare if ends is not None else None,
                 carried=_carried(task, predictions[name]),
+                worst=_worst(task, examples, metric, scored[base], scored[name], predictions[base], predictions[name]),
             )
         )
     return Compared(
@@ -376,6 +382,63 @@ def groups_of(examples: Sequence[Example]) -> NDArray[np.intp] | None:
     numbers: dict[tuple[str, str], int] = {}
     groups = np.array([numbers.setdefault(example.unit, len(numbers)) for example in examples])
     return groups if len(numbers) < len(examples) and any(example.group is not None for example in examples) else None
+
+
+def _worst(
+    task: Task,
+    examples: Sequence[Example],
+    metric: type[TaskMetric],
+    base: _Scored,
+    converted: _Scored,
+    by_base: Sequence[Any],
+    by_converted: Sequence[Any],
+) -> list[WorstExample]:
+    """The examples on which a model loses most against the base; of equal losses those that come first.
+
+    Where an example has no score of its own, its loss is what the whole score loses if only its prediction is the
+    converted model's.
+    """
+    changed = np.flatnonzero((base.evidence != converted.evidence).any(1))
+    scores = {
+        row: tuple(_finite(one.score(slice(row, row + 1))) for one in (base, converted))
+        if metric.of_one
+        else (None,) * 2
+        for row in changed.tolist()
+    }
+    sign = 1 if metric.lower_is_better else -1
+    whole = base.score(slice(None))
+
+    def loss(row: int) -> float:
+        before, after = scores[row]
+        if metric.of_one:
+            return 0.0 if before is None or after is None else sign * (after - before)
+        mixed = base.evidence.copy()
+        mixed[row] = converted.evidence[row]
+        return sign * (metric.total(mixed) - whole)
+
+    losses = {row: one for row in scores if (one := loss(row)) > 0}
+    return [
+        WorstExample(
+            id=_brief(examples[row].id),
+            input=_brief(task.excerpt(examples[row])),
+            target=_brief(task.in_words(examples[row].label)),
+            base=_brief(task.in_words(by_base[row])),
+            converted=_brief(task.in_words(by_converted[row])),
+            base_score=scores[row][0],
+            converted_score=scores[row][1],
+        )
+        for row in heapq.nlargest(_WORST, losses, key=losses.__getitem__)
+    ]
+
+
+def _finite(score: float) -> float | None:
+    return score if math.isfinite(score) else None
+
+
+def _brief(text: str) -> str:
+    """A text in one line, without its end if it is long, and with nothing that cannot be stored."""
+    line = " ".join(text[: 2 * _EXCERPT].split()).encode(errors="replace").decode()
+    return line if len(line) <= _EXCERPT and len(text) <= 2 * _EXCERPT else f"{line[:_EXCERPT].rstrip()}…"
 
 
 def _slices(

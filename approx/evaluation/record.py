@@ -561,6 +561,28 @@ class Ablated(Written):
     verdict: str
 
 
+class WorstExample(Written):
+    """An example on which a variant does worse than the base, in words; long texts are cut.
+
+    Attributes:
+        id: Name of the example.
+        input: The input; empty if it is no text.
+        target: The correct prediction; empty if it says nothing, such as the size of a text.
+        base: Prediction of the base; empty if its score says it all, such as a loss.
+        converted: Prediction of the variant.
+        base_score: Score of the base on this example alone; null if the metric has none, such as a correlation.
+        converted_score: Score of the variant on it.
+    """
+
+    id: str
+    input: str
+    target: str
+    base: str
+    converted: str
+    base_score: float | None
+    converted_score: float | None
+
+
 class QualityVariant(Written):
     """One variant on one task.
 
@@ -585,6 +607,8 @@ class QualityVariant(Written):
         rare: How far the interval reaches for losses so rare that no example shows them, in the units of the score;
             null without an interval; older records lack it.
         carried: What it kept while it read texts in order; null for tasks that do not.
+        worst: Up to 10 examples on which the variant loses most against the base, the worst first; older records lack
+            them, and what is published leaves them out.
     """
 
     name: str
@@ -605,6 +629,7 @@ class QualityVariant(Written):
     p_adjusted: float | None = None
     rare: float | None = None
     carried: CarriedState | None = None
+    worst: list[WorstExample] = Field(default_factory=list)
 
 
 class Tokens(Written):

@@ -834,7 +834,8 @@ class _Recommending:
         stage = self.stage
         words = ["--lengths", ",".join(map(str, stage.lengths))] if stage.lengths else []
         words += ["--mechanisms", ",".join(stage.mechanisms)] if stage.mechanisms else []
-        return [*words, "--time-budget", stage.time_budget]
+        default = type(stage).model_fields["time_budget"].default
+        return words if stage.time_budget == default else [*words, "--time-budget", stage.time_budget]
 
 
 def _with_healed(row: Speed, name: str, healed: str) -> Speed:

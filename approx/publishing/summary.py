@@ -594,7 +594,8 @@ def next_step(record: Record) -> Step | None:
     if not _tested(record, name):
         return _other_command(record, commands, "bench", "evaluate", "Its quality was not measured. This does it:")
     if _timed(record, name) is None:
-        return Step("The machine was busy. Once it is quiet, run again:", record.command)
+        again = "\n".join(shlex.join(_replacing(words)) for words in commands)
+        return Step("The machine was busy. Once it is quiet, run again:", again)
     # Measured, and still open: on other inputs, or on longer ones.
     return Step("The same measurement, on inputs as long as those that were timed, would settle it.", "")
 
@@ -617,7 +618,7 @@ def _more_examples(record: Record, name: str, task: Quality, entry: QualityVaria
     elif words and (task.subset or words[1] == "recommend"):
         names = [name] if words[1] in ("evaluate", "recommend") else [one.name for one in record.variants]
         option, more = _LIMITS[words[1]]
-        command = shlex.join([*_with(words, option, str(needed)), *more])
+        command = shlex.join(_replacing([*_with(words, option, str(needed)), *more]))
     else:
         command = ""
     seconds = _scoring_seconds(record, names, task, needed)
@@ -651,6 +652,17 @@ def _with(words: list[str], option: str, value: str) -> list[str]:
     return [*kept, option, value]
 
 
+# Commands that refuse to replace the file that they wrote.
+_REFUSING = ("evaluate", "bench", "recommend")
+
+
+def _replacing(words: list[str]) -> list[str]:
+    """A command that may replace what it wrote the first time."""
+    writes = any(word in ("-o", "--output") or word.startswith("--output=") for word in words)
+    refuses = words[:1] == ["approx"] and words[1:2] and words[1] in _REFUSING
+    return [*words, "--force"] if refuses and writes and "--force" not in words else words
+
+
 def _converted(record: Record, name: str) -> str:
     """The command that converts a variant again; empty if it was trained, or is not one mechanism."""
     (variant,) = (one for one in record.variants if one.name == name)
@@ -668,7 +680,9 @@ def _converted(record: Record, name: str) -> str:
 
 def _other_command(record: Record, commands: list[list[str]], had: str, wanted: str, text: str) -> Step:
     """The command that measures what is missing, of the models of the one that was run."""
-    words = next((words for words in commands if words[:2] == ["approx", had] and len(words) > 2), None)
+    # What follows an option may be its value, and not the model.
+    named = (words for words in commands if words[:2] == ["approx", had] and not "".join(words[2:3]).startswith("-"))
+    words = next((words for words in named if len(words) > 2), None)
     if words is None:
         what = "bench" if wanted == "bench" else "evaluate"
         return Step(text.replace("This does it:", f"Add '{what}' to what is run."), "")

@@ -3,7 +3,17 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from approx.evaluation.record import Crossover, Quality, QualityVariant, Ratio, Speed, SpeedVariant, Timing, Variant
+from approx.evaluation.record import (
+    Crossover,
+    Quality,
+    QualityVariant,
+    Ratio,
+    Speed,
+    SpeedVariant,
+    Timing,
+    Variant,
+    WorstExample,
+)
 from approx.publishing import wording
 from approx.publishing.summary import PAYS, standing, variant_of, worthwhile_from
 
@@ -34,6 +44,7 @@ def quality_table(task: Quality) -> dict[str, Any]:
             "needed": wording.needed(entry, task),
             "tone": wording.tone(entry),
             "approximated": wording.approximated(entry, task),
+            "worst": [_worst(one, task) for one in entry.worst],
             "more": [row for row in (_ablated(entry, task), _over_seeds(entry, task)) if row],
         }
         for entry in task.variants
@@ -63,6 +74,22 @@ def quality_table(task: Quality) -> dict[str, Any]:
         "slice_metric": task.slice_metric or metric,
         "tokens": task.tokens
         and f"{wording.count(task.tokens.median)} tokens at the median, {wording.count(task.tokens.longest)} at most",
+    }
+
+
+def _worst(one: WorstExample, task: Quality) -> dict[str, str]:
+    """An example that was lost, with what both models predicted and scored on it; no score where there is none."""
+
+    def score(value: float | None) -> str:
+        return "" if value is None else wording.score(value, task)
+
+    return {
+        "input": one.input or one.id,
+        "target": one.target,
+        "base": one.base,
+        "converted": one.converted,
+        "base_score": score(one.base_score),
+        "converted_score": score(one.converted_score),
     }
 
 

@@ -109,6 +109,8 @@ _VOCABULARIES = {
 # Settings in which transformers notes where it read something.
 _ORIGINS = {"_name_or_path", "name_or_path", "tokenizer_file", "vocab_file", "merges_file", "special_tokens_map_file"}
 _COMMANDS = {"command", "argv", "cmd"}
+# Where a record holds texts of the data, which may be private, or licensed to their reader alone.
+_EXAMPLES = "worst"
 
 
 @dataclass(frozen=True)
@@ -248,11 +250,12 @@ def is_private(text: str, here: Private) -> bool:
 
 
 def scrubbed(data: Any, here: Private) -> Any:
-    """A copy of a record, or of settings, without what is private: paths keep their last part, commands go."""
+    """A copy of a record, or of settings, without what is private: paths keep their last part, commands and examples go."""
     if isinstance(data, dict):
         return {
             key: ("" if key in _COMMANDS and isinstance(value, str) else scrubbed(value, here))
             for key, value in data.items()
+            if key != _EXAMPLES
         }
     if isinstance(data, list):
         return [scrubbed(one, here) for one in data]

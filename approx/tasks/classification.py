@@ -165,6 +165,14 @@ class SequenceClassification(Task):
             return [[int(row[order.index(index)] > 0) for index in range(len(order))] for row in logits.tolist()]
         return [order[index] for index in logits.argmax(-1).tolist()]
 
+    def in_words(self, value: Any) -> str:
+        """The names of the classes, or the number."""
+        if not self.labels:
+            return f"{value:.4g}"
+        if self.kind == SEVERAL:
+            return ", ".join(name for name, is_set in zip(self.labels, value, strict=True) if is_set) or "none"
+        return self.labels[value]
+
     def _order(self, config: Any) -> list[int]:
         """Index in `labels` of each of the model's outputs, by name unless the names are generic."""
         wanted = list(self.labels) or ["score"]

@@ -214,6 +214,10 @@ class Harness(Task):
             answer = asked.filtered_resps[chain.name]
         return made.process_results(example.inputs["doc"], [answer])[self._metric]
 
+    def excerpt(self, example: Example) -> str:
+        """The end of the context, which holds the question."""
+        return str(example.inputs["requests"][0][0])[-200:]
+
     def correct(self, predictions: Sequence[Any], labels: Sequence[Any]) -> list[bool] | None:
         """Whether each score is full, where scores are 0 or 1."""
         return [score == 1 for score in predictions] if set(predictions) <= {0, 1} else None

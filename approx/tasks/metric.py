@@ -38,6 +38,8 @@ class TaskMetric(evaluate.Metric):
     """The loss that is acceptable by default: points of a fraction, otherwise percent of the base's score."""
     bounds: ClassVar[tuple[float, float]] = (0.0, 1.0)
     """The smallest and the largest score; infinity where there is none."""
+    of_one: ClassVar[bool] = True
+    """Whether the score of a single example means something."""
     undefined: ClassVar[str] = "it has no value on these predictions"
     """Why it may have no value, such as the error rate of transcripts without words."""
 

@@ -108,6 +108,7 @@ class F1(TaskMetric):
     """The harmonic mean of precision and recall of class 1; 0 if class 1 neither occurs nor is predicted."""
 
     key = "f1"
+    of_one = False
     source = "https://scikit-learn.org/stable/modules/generated/sklearn.metrics.f1_score.html"
 
     @staticmethod
@@ -182,6 +183,7 @@ class MacroF1(MicroF1):
     """The mean over classes of their F1; 0 for a class that neither occurs nor is predicted."""
 
     key = "macro_f1"
+    of_one = False
 
     @staticmethod
     def total(evidence: NDArray[np.float64]) -> float:
@@ -226,6 +228,7 @@ class Matthews(TaskMetric):
     """Matthews correlation, which for two classes is the Pearson correlation of zeros and ones."""
 
     key = "matthews"
+    of_one = False
     bounds = (-1.0, 1.0)
     source = "https://scikit-learn.org/stable/modules/generated/sklearn.metrics.matthews_corrcoef.html"
 
@@ -254,6 +257,7 @@ class Pearson(TaskMetric):
     """Pearson correlation of predicted and true numbers."""
 
     key = "pearson"
+    of_one = False
     bounds = (-1.0, 1.0)
     feature = "float64"
     source = "https://docs.scipy.org/doc/scipy/reference/generated/scipy.stats.pearsonr.html"

@@ -297,6 +297,17 @@ class Squad(Task):
         starts, ends = torch.tensor(spans).unbind(1)
         return {"start_positions": starts, "end_positions": ends}
 
+    def excerpt(self, example: Example) -> str:
+        """The question, and the context from shortly before the answer."""
+        before = max(0, example.inputs.get("answer_start", 0) - 60)
+        context = example.inputs["context"][before:]
+        return f"{example.inputs['question']} | {'…' if before else ''}{context}"
+
+    def in_words(self, value: Any) -> str:
+        """An answer, or the reference answers without those that are there twice."""
+        answers = [value] if isinstance(value, str) else list(dict.fromkeys(value))
+        return " / ".join(filter(None, answers)) or "no answer"
+
     def predict(self, outputs: Any, encodings: Sequence[Encoding], config: Any) -> list[Any]:
         """The likeliest spans of each window, `[score, first character, end]`, and the no-answer score."""
         starts, ends = outputs.start_logits.float(), outputs.end_logits.float()

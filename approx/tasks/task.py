@@ -347,6 +347,15 @@ class Task(ABC):
         """Combine the predictions of an example's windows to one that is comparable with its label."""
         return parts[0]
 
+    def excerpt(self, example: Example) -> str:
+        """The texts of an example, for readers; empty if its input is no text. What is long is cut later."""
+        texts = (" ".join(value) if isinstance(value, list) else value for value in example.inputs.values())
+        return " | ".join(text for text in texts if isinstance(text, str))
+
+    def in_words(self, value: Any) -> str:
+        """A prediction or a label, for readers; empty if it is not a text, and its score says it all."""
+        return value if isinstance(value, str) else ""
+
     def score(self, predictions: Sequence[Any], labels: Sequence[Any], metrics: Sequence[str] = ()) -> dict[str, float]:
         """Score predictions, paired with labels by position.
 

@@ -127,6 +127,12 @@ class Text(Task):
         size = sum(len(str(text).encode()) for text in texts)
         return Example(f"{row_id}-0", {"messages": messages}, size, row_id if group in (None, "") else str(group))
 
+    def excerpt(self, example: Example) -> str:
+        """The stretch, or what is said in the conversation."""
+        if "messages" in example.inputs:
+            return " | ".join(str(message["content"]) for message in example.inputs["messages"])
+        return example.inputs["text"][example.inputs["start"] : example.inputs["end"]]
+
     def written(self, example: Example, processor: Any) -> tuple[str, int, int]:
         """A text that holds an example, and where the example begins and ends in it.
 

@@ -71,6 +71,10 @@ class TokenClassification(Classification):
             raise ApproxError(f"{self.name}: 0 texts in {data}.", Exit.UNAVAILABLE)
         return Split(data.stem, examples, subset=limit == len(examples), tally=tally)
 
+    def in_words(self, value: Any) -> str:
+        """The tags of all words."""
+        return " ".join(map(str, value))
+
     def from_rows(self, rows: Iterator[Row], name: str, limit: int | None) -> Iterator[Example]:
         """One example for each row."""
         return Task.from_rows(self, rows, name, limit)

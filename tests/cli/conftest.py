@@ -1,11 +1,13 @@
 """A converted checkpoint and a way to call the command line inside this process."""
 
 import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from approx.cli import app
@@ -29,6 +31,18 @@ def call(*words: str | Path) -> Answer:
     """Run a command and return its exit code and both outputs."""
     result = CliRunner().invoke(app, [str(word) for word in words])
     return Answer(result.exit_code, result.stdout, result.stderr)
+
+
+def check_parses(line: str) -> None:
+    """Raise unless every command of a line, joined by `&&`, has the options that the command line takes."""
+    commands: list[list[str]] = [[]]
+    for word in shlex.split(line):
+        commands.append([]) if word == "&&" else commands[-1].append(word)
+    for program, name, *words in commands:
+        assert program == "approx"
+        found = get_command(app).get_command(None, name)
+        assert found is not None, f"there is no command {name}"
+        found.make_context(name, words)
 
 
 @pytest.fixture(scope="session")

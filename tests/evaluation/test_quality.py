@@ -139,6 +139,12 @@ def test_an_entry_holds_each_figure_under_its_own_name():
             {"from": 16, "to": 32, "examples": 12, "base": pytest.approx(11 / 12), "converted": pytest.approx(11 / 12)},
         ],
         "at_chance": False,
+        "worst": [
+            {
+                **{"id": "0", "input": "", "target": "positive", "base": "positive", "converted": "negative"},
+                **{"base_score": 1.0, "converted_score": 0.0},
+            }
+        ],
     }
 
 
@@ -179,3 +185,48 @@ def test_models_that_are_no_better_than_a_constant_are_at_chance():
     )
     assert (silent.chance, silent.base.at_chance, silent.variants[0].at_chance) == (1.0, True, False)
     assert silent.variants[0].verdict == "the base is at chance"
+
+
+def worst(name: str, labels: list[Any], base: list[Any], other: list[Any], inputs: list[dict[str, Any]] | None = None):
+    examples = [Example(f"e{row}", (inputs or [{}] * len(labels))[row], label) for row, label in enumerate(labels)]
+    predictions = {"exact": base, "other": other}
+    compared = compare(open_task(name), examples, [20] * len(labels), predictions, margin=0.01, seed=0)
+    return compared.variants[0].worst
+
+
+def test_the_worst_examples_are_those_that_were_lost_in_words_and_at_most_ten():
+    inputs = [{"text": f"film {row}\n is \ud800 " + "long " * 80 * (row == 3)} for row in range(30)]
+    labels = [1, 0] * 15
+    # Example 0 was wrong before and is right now; example 1 stays wrong.
+    found = worst("glue/sst2", labels, [0, 1, *labels[2:]], [1, 1, *(1 - label for label in labels[2:])], inputs)
+    assert [one.id for one in found] == [f"e{row}" for row in range(2, 12)]
+    assert found[0].input == "film 2 is ?"
+    assert (found[0].target, found[0].base, found[0].converted) == ("positive", "positive", "negative")
+    assert (found[0].base_score, found[0].converted_score) == (1.0, 0.0)
+    assert len(found[1].input) <= 241
+    assert found[1].input.endswith("…")
+    assert worst("glue/sst2", labels, labels, labels) == []
+
+
+def test_the_worst_examples_of_losses_have_no_predictions_but_scores_and_the_stretch_as_input():
+    inputs = [{"text": "a fine film. a bad film.", "start": 12 * row, "end": 12 * row + 12} for row in range(2)]
+    losses = [[{"loss": loss, "count": 4, "places": {"1": [loss, 4]}} for loss in both] for both in ((8, 8), (12, 10))]
+    first, second = worst("lm", [12, 12], *losses, inputs)
+    assert (first.input, second.input) == ("a fine film.", "a bad film.")
+    assert (first.target, first.base, first.converted) == ("", "", "")
+    assert known(first.base_score) < known(second.converted_score) < known(first.converted_score)
+
+
+def test_the_worst_examples_of_a_score_that_one_has_not_are_those_that_cost_the_whole_most():
+    numbers = [float(row) for row in range(10)]
+    first, second = worst("glue/stsb", numbers, numbers, [9.0, *numbers[1:4], 5.0, *numbers[5:]])
+    assert (first.id, first.target, first.base, first.converted) == ("e0", "0", "0", "9")
+    assert (second.id, second.base_score, second.converted_score) == ("e4", None, None)
+
+
+def test_the_worst_answers_are_shown_beside_the_reference_answers_and_the_text_around_them():
+    inputs = [{"question": "Who?", "context": "x " * 200 + "It was Ada.", "answer_start": 407}] * 2
+    (found,) = worst("squad", [["Ada", "Ada", "ada L."]] * 2, ["Ada", "Ada"], ["Ada", "x x"], inputs)
+    assert (found.id, found.target, found.base, found.converted) == ("e1", "Ada / ada L.", "Ada", "x x")
+    assert found.input.startswith("Who? | … x x")
+    assert found.input.endswith("It was Ada.")

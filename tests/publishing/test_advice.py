@@ -250,3 +250,13 @@ def test_what_was_not_measured_is_measured_next():
     timed = record("v", rows=speed("v", RISING)).model_copy(update={"command": "approx bench m --lengths 512"})
     assert known(next_step(timed)).command == "approx evaluate m --task NAME"
     assert next_step(record("v", tasks=[quality("v")], rows=speed("v", RISING))) is None
+
+
+def test_commands_that_measure_again_may_replace_what_they_wrote():
+    """Without --force they would refuse, and the value of an option is no model."""
+    task = open_question("v", 0.0, 900, subset=True)
+    made = record("v", tasks=[task], rows=speed("v", RISING))
+    made = made.model_copy(update={"command": "approx evaluate m --task x --limit 50 -o scores.json"})
+    assert known(next_step(made)).command == "approx evaluate m --task x --limit 900 -o scores.json --force"
+    timed = record("v", rows=speed("v", RISING)).model_copy(update={"command": "approx bench --against b m"})
+    assert known(next_step(timed)).command == ""

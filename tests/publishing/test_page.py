@@ -5,7 +5,8 @@ import re
 import pytest
 
 from approx.publishing import report
-from typed import record_of
+from approx.publishing.summary import conclude
+from typed import known, record_of
 
 SHOWN = re.compile(r"<[^>]+>|\s+")
 
@@ -99,3 +100,20 @@ def test_speeds_that_are_not_settled_have_no_empty_plot(record):
     shown = report.html([record_of(record)])
     assert "No ratio is settled, so there is no plot." in shown
     assert "Speed relative to exact attention" not in shown
+
+
+def test_the_worst_examples_of_the_chosen_variant_are_shown_as_text(record):
+    lost = {"id": "e1", "input": "<img src=x> | a *film*", "target": "<b>", "base": "positive", "converted": "negative"}
+    lost |= {"base_score": 1.0, "converted_score": 0.0}
+    for entry in record["quality"][0]["variants"]:
+        entry["worst"] = [lost | {"id": entry["name"], "input": f"{lost['input']} {entry['name']}"}]
+    made = record_of(record)
+    html, markdown = report.html([made]), report.markdown([made])
+    chosen = known(conclude(made)).chosen
+    assert "<img" not in html
+    assert f"&lt;img src=x&gt; | a *film* {chosen}" in html
+    assert html.count("a *film*") == markdown.count("a \\*film\\*") == 1
+    assert f"on which {chosen} loses most" in text(html)
+    assert (
+        f"| \\<img src=x\\> \\| a \\*film\\* {chosen} | \\<b\\> | positive (100.00 %) | negative (0.00 %) |" in markdown
+    )

@@ -282,3 +282,9 @@ def test_a_file_keeps_its_bytes_where_nothing_changes(tmp_path):
     privacy.rewritten(file, lambda data: data | {"a": 2})
     assert json.loads(file.read_text(encoding="utf-8")) == {"a": 2, "b": "ö"}
     assert "ö" in file.read_text(encoding="utf-8")
+
+
+def test_published_records_hold_no_examples_of_the_data():
+    assert scrubbed({"variants": [{"name": "a", "worst": [{"input": "a letter"}]}]}, NOTHING) == {
+        "variants": [{"name": "a"}]
+    }

@@ -16,12 +16,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AttentionInterface
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from approx.errors import ApproxError, Exit, did_you_mean
 from approx.planning import positions
-from approx.planning.positions import example_inputs, seconds_per_position
+from approx.planning.positions import example_inputs, main_input, seconds_per_position
 from approx.seam.attention_free import values_only
 from approx.seam.dispatch import OWN_KEYWORDS, is_causal
 from approx.seam.internals import backbone_of, can_switch_attention, temporary_attention
@@ -318,6 +318,8 @@ class _Observer:
         self.masks: list[tuple[Tensor, int | None]] = []
         # The keys of each call, to find those that several layers share.
         self.keys: list[weakref.ref[Tensor]] = []
+        # Whether plain masks are made too, for models that work on them; otherwise they are None.
+        self.makes_masks = False
         # Config -> whether the plain masks of its models are causal.
         self.forms: dict[int, set[bool]] = {}
 
@@ -483,6 +485,8 @@ def _passes(kind: _Kind, observer: _Observer, name: str, *, whole_numbers: bool)
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = model_class(config).eval()
+    if not any(map(_dispatches, {type(module) for module in model.modules()})):
+        raise ApproxError(f"{model_class.__name__} has no self-attention that could be replaced.", Exit.UNSUPPORTED)
     model.set_attn_implementation(name)
     # Grouped expert products do not run on the meta device; batched ones need as many operations.
     model.set_experts_implementation("batched_mm")
@@ -492,7 +496,8 @@ def _passes(kind: _Kind, observer: _Observer, name: str, *, whole_numbers: bool)
         for length in lengths:
             inputs = example_inputs(model, length, device="meta")
             if whole_numbers:
-                real = {key: torch.full(x.shape, 5) for key, x in inputs.items() if not x.is_floating_point()}
+                whole = {key: x.shape for key, x in inputs.items() if not x.is_floating_point()}
+                real = {key: torch.full(shape, 1 if key.endswith("mask") else 5) for key, shape in whole.items()}
                 inputs = {**inputs, **real}
             if "input_ids" in inputs:
                 # Without a mask some families search the ids for padding, but meta tensors have no values.
@@ -507,6 +512,12 @@ def _passes(kind: _Kind, observer: _Observer, name: str, *, whole_numbers: bool)
             # With equal lengths, cross-attention would look like self-attention.
             observer.run(model, {**inputs, "decoder_input_ids": inputs["decoder_input_ids"][:, 1:]})
     return _Passes(model, lengths, flops, calls, moments, begun, observer.calls)
+
+
+def _dispatches(module_class: type) -> bool:
+    """Whether the code of a module's class knows the interface of transformers that dispatches attention."""
+    files = (vars(sys.modules[kind.__module__]) for kind in module_class.__mro__ if kind.__module__.startswith("transformers.models."))
+    return any(isinstance(value, AttentionInterface) for names in files for value in names.values())
 
 
 @lru_cache(maxsize=64)
@@ -528,12 +539,16 @@ def _observe(kind: _Kind) -> Anatomy:
         if _parts(config):
             # A model that reads only text is converted through its text model; this one needs its other parts.
             raise _of_several(config, model_class) from error
-        remedy = "If stock transformers runs this model, the family is not supported; otherwise fix its config.json."
+        what = f"{model_class.__name__} (family '{config.model_type}')"
+        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
         if _lacks_values(error):
-            remedy = "With this config its forward pass reads values, but planning knows only shapes: it cannot be converted."
+            raise ApproxError(
+                f"{what} reads values in its forward pass with this config, but planning knows only shapes ({why}). It cannot be converted.",
+                Exit.UNSUPPORTED,
+            ) from error
         raise ApproxError(
-            f"{model_class.__name__} (family '{config.model_type}') could not be run on example inputs to locate its attention: "
-            f"{type(error).__name__}: {' '.join(str(error).split())}. {remedy}",
+            f"{what} could not be run on example inputs to locate its attention: {why}. If stock transformers runs this model, the "
+            "family is not supported; otherwise fix its config.json.",
             Exit.UNSUPPORTED,
         ) from error
 
@@ -553,14 +568,21 @@ def _observe(kind: _Kind) -> Anatomy:
         for number, call in enumerate(pair):
             flops[number] += 4 * call.query.numel() * call.key[-2]
     per_position = (flops[1] - flops[0]) / (lengths[1] - lengths[0])
+    sites = _sites(model, self_attention)
+    if observer.makes_masks:
+        raise ApproxError(
+            f"{model_class.__name__} works on the mask of its attention, for instance to choose the keys of a query, which the "
+            "mechanisms do not support. It cannot be converted.",
+            Exit.UNSUPPORTED,
+        )
     return Anatomy(
         family=config.model_type,
         architecture=model_class.__name__,
-        sites=_sites(model, self_attention),
+        sites=sites,
         cross_attention=len(cross),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         positions=positions.limit(config),
-        seconds=seconds_per_position(config, model.main_input_name),
+        seconds=seconds_per_position(config, main_input(model)),
         flops_per_position=per_position,
         flops_per_pair=per_pair,
         flops_fixed=flops[0] - per_position * lengths[0],

@@ -49,7 +49,7 @@ def test_the_last_row_is_padded_at_its_end_as_a_tokenizer_pads():
 @pytest.mark.parametrize("length", [1, 2, 30])
 def test_speech_has_the_requested_number_of_frames(length):
     model = tiny("Wav2Vec2Model")
-    enough = samples(model.config, length)
+    enough = samples(model, length)
     assert model._get_feat_extract_output_lengths(torch.tensor(enough)) == length
     assert model._get_feat_extract_output_lengths(torch.tensor(enough - 1)) == length - 1
     inputs = example_inputs(model, length + 3, batch=2, padded=3)

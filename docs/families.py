@@ -70,9 +70,10 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "glm_image_text": {"rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1]}},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
-    "granite_docling_vision": {"num_key_value_heads": 2},
+    "granite_docling_vision": {"image_size": 64, "deepstack_visual_indexes": [0, 1, 1]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "sam3_lite_text_text_model": {"num_hidden_layers": 4},
+    "zamba": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
     "xmod": {"default_language": "en_XX"},
     "gemma3n_text": {
         "num_hidden_layers": 6,

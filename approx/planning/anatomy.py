@@ -318,14 +318,17 @@ class _Observer:
         self.masks: list[tuple[Tensor, int | None]] = []
         # The keys of each call, to find those that several layers share.
         self.keys: list[weakref.ref[Tensor]] = []
-        # Whether plain masks are made too, for models that work on them; otherwise they are None.
-        self.makes_masks = False
+        # Dimensions of plain masks, for models that work on them: 2 for [B, S], as converted models get, 4 for [B, 1, L, S]; 0 for None.
+        self.plain = 0
+        # Those that were made, with whether they are causal.
+        self.plain_masks: list[tuple[Tensor, bool]] = []
         # Config -> whether the plain masks of its models are causal.
         self.forms: dict[int, set[bool]] = {}
 
     def run(self, model: Any, inputs: dict[str, Tensor]) -> None:
         """Observe one forward pass, and discard earlier observations."""
         self.calls, self.begun, self.masks, self.keys, self.memory = [], [], [], [], LiveMemory()
+        self.plain_masks = []
         with torch.no_grad(), self.memory:
             model(**inputs)
         if self.memory.draws:
@@ -347,7 +350,9 @@ class _Observer:
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         window, kept = None, None
-        if attention_mask is not None:
+        if (form := next((causal for mask, causal in self.plain_masks if mask is attention_mask), None)) is not None:
+            kept = None if form == is_causal(module, kwargs) else _UNANNOUNCED
+        elif attention_mask is not None:
             window = next((size for mask, size in self.masks if mask is attention_mask), None)
             kept = _BIASED if attention_mask.is_floating_point() else _RESTRICTED
         elif self.forms.get(id(getattr(module, "config", None))) == {not is_causal(module, kwargs)}:
@@ -375,7 +380,11 @@ class _Observer:
             # The two halves of an encoder-decoder share a config, and one of them may ask for no mask.
             if not config.is_encoder_decoder:
                 self.forms.setdefault(id(config), set()).add(mask_function is causal_mask_function)
-            return None
+            shape = {0: None, 2: (batch_size, kv_length), 4: (batch_size, 1, q_length, kv_length)}[self.plain]
+            if shape is None:
+                return None
+            self.plain_masks.append((torch.ones(shape, dtype=torch.bool, device="meta"), mask_function is causal_mask_function))
+            return self.plain_masks[-1][0]
         # Chunks have a size too, under another name in the config.
         window = local_size if local_size == getattr(config, "sliding_window", None) else None
         # One byte stands for all pairs: only which layers get this mask matters.
@@ -509,9 +518,26 @@ def _passes(kind: _Kind, observer: _Observer, name: str, *, whole_numbers: bool)
             moments.append(observer.memory.moments)
             begun.append(observer.begun)
         if "decoder_input_ids" in inputs:
-            # With equal lengths, cross-attention would look like self-attention.
+            # With equal lengths, cross-attention would look like self-attention. The masks tell causal modules that are not marked.
+            observer.plain, before = 4, observer.plain
             observer.run(model, {**inputs, "decoder_input_ids": inputs["decoder_input_ids"][:, 1:]})
+            observer.plain = before
     return _Passes(model, lengths, flops, calls, moments, begun, observer.calls)
+
+
+def _takes_padding(seen: _Passes, observer: _Observer) -> bool:
+    """Whether a model of spectrograms runs with padding, whose mask converted models give their modules as [B, S]."""
+    if main_input(seen.model) != "input_features":
+        return True
+    inputs = example_inputs(seen.model, seen.lengths[1], padded=seen.lengths[1] // 4, device="meta")
+    observer.plain = 2
+    try:
+        observer.run(seen.model, inputs)
+    except Exception as error:
+        return _lacks_values(error)
+    finally:
+        observer.plain = 0
+    return True
 
 
 def _dispatches(module_class: type) -> bool:
@@ -530,9 +556,12 @@ def _observe(kind: _Kind) -> Anatomy:
             try:
                 seen = _passes(kind, observer, name, whole_numbers=False)
             except Exception as error:
-                if not _lacks_values(error):
+                if observer.forms and "NoneType" in str(error):
+                    observer.plain = 4
+                elif not _lacks_values(error):
                     raise
-                seen = _passes(kind, observer, name, whole_numbers=True)
+                seen = _passes(kind, observer, name, whole_numbers=_lacks_values(error))
+            works_on_mask = bool(observer.plain) or not _takes_padding(seen, observer)
     except ApproxError:
         raise
     except Exception as error:
@@ -558,7 +587,7 @@ def _observe(kind: _Kind) -> Anatomy:
         if _is_cross(*pair, last):
             cross.append(pair)
         else:
-            self_attention.append(pair)
+            self_attention.append([pair[0], pair[1]._replace(kept=_UNANNOUNCED)] if last.kept is _UNANNOUNCED else pair)
             layers.append(Moment.through(lengths, starts))
     for pair in cross:
         if not _is_cross(*pair):
@@ -569,10 +598,10 @@ def _observe(kind: _Kind) -> Anatomy:
             flops[number] += 4 * call.query.numel() * call.key[-2]
     per_position = (flops[1] - flops[0]) / (lengths[1] - lengths[0])
     sites = _sites(model, self_attention)
-    if observer.makes_masks:
+    if works_on_mask:
         raise ApproxError(
-            f"{model_class.__name__} works on the mask of its attention, for instance to choose the keys of a query, which the "
-            "mechanisms do not support. It cannot be converted.",
+            f"{model_class.__name__} works on the mask of its attention itself, to choose keys or to blank padding, which the mechanisms "
+            "do not support. It cannot be converted.",
             Exit.UNSUPPORTED,
         )
     return Anatomy(

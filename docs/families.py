@@ -63,7 +63,9 @@ _LAYERS = re.compile(
 _ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 _CHANGES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
-    "cohere_compass_text": {"rope_parameters": {"full_attention": None, "sliding_attention": {**_ROPE, "mrope_section": [2, 1, 1]}}},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": None, "sliding_attention": {**_ROPE, "mrope_section": [2, 1, 1]}}
+    },
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10_000.0, "clip_qkv": 8.0}},
     "glm4v_moe_text": {"rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}},
     "glm4v_text": {"rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1]}},

@@ -351,7 +351,8 @@ class _Observer:
     ) -> tuple[Tensor, None]:
         window, kept = None, None
         if (form := next((causal for mask, causal in self.plain_masks if mask is attention_mask), None)) is not None:
-            kept = None if form == is_causal(module, kwargs) else _UNANNOUNCED
+            # Moonshine passes is_causal only where there is no mask.
+            kept = None if form in (is_causal(module, kwargs), is_causal(module, {})) else _UNANNOUNCED
         elif attention_mask is not None:
             window = next((size for mask, size in self.masks if mask is attention_mask), None)
             kept = _BIASED if attention_mask.is_floating_point() else _RESTRICTED
@@ -383,7 +384,9 @@ class _Observer:
             shape = {0: None, 2: (batch_size, kv_length), 4: (batch_size, 1, q_length, kv_length)}[self.plain]
             if shape is None:
                 return None
-            self.plain_masks.append((torch.ones(shape, dtype=torch.bool, device="meta"), mask_function is causal_mask_function))
+            self.plain_masks.append(
+                (torch.ones(shape, dtype=torch.bool, device="meta"), mask_function is causal_mask_function)
+            )
             return self.plain_masks[-1][0]
         # Chunks have a size too, under another name in the config.
         window = local_size if local_size == getattr(config, "sliding_window", None) else None
@@ -542,7 +545,11 @@ def _takes_padding(seen: _Passes, observer: _Observer) -> bool:
 
 def _dispatches(module_class: type) -> bool:
     """Whether the code of a module's class knows the interface of transformers that dispatches attention."""
-    files = (vars(sys.modules[kind.__module__]) for kind in module_class.__mro__ if kind.__module__.startswith("transformers.models."))
+    files = (
+        vars(sys.modules[kind.__module__])
+        for kind in module_class.__mro__
+        if kind.__module__.startswith("transformers.models.")
+    )
     return any(isinstance(value, AttentionInterface) for names in files for value in names.values())
 
 

@@ -146,7 +146,8 @@ def _spectrogram(model: Any) -> tuple[int, bool]:
         # Speech2Text transposes its input for it.
         return layer.in_channels, not hasattr(config, "input_feat_per_channel")
     if isinstance(layer, nn.Linear):
-        return layer.in_features, False
+        # It may join the bands of several frames.
+        return layer.in_features // getattr(config, "subsampling_factor", 1), False
     if not hasattr(config, "num_mel_bins"):
         raise ApproxError(
             f"The config of {type(model).__name__} does not name the bands of its spectrograms (num_mel_bins), so no input can be "

@@ -60,10 +60,23 @@ _LAYERS = re.compile(
     r"^(num_(hidden_)?layers|n_layers?|n_layer|num_(encoder|decoder)_layers|(encoder|decoder)_layers|depth|num_blocks)$"
 )
 # What the sizes alone do not make consistent.
+_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 _CHANGES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": None, "sliding_attention": {**_ROPE, "mrope_section": [2, 1, 1]}}
+    },
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10_000.0, "clip_qkv": 8.0}},
+    "glm4v_moe_text": {"rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}},
+    "glm4v_text": {"rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1]}},
+    "glm_image_text": {"rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1]}},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "granite_docling_vision": {"image_size": 64, "deepstack_visual_indexes": [0, 1, 1]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "sam3_lite_text_text_model": {"num_hidden_layers": 4},
+    "zamba": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
+    "xmod": {"default_language": "en_XX"},
     "gemma3n_text": {
         "num_hidden_layers": 6,
         "layer_types": ["sliding_attention", "full_attention"] * 3,
@@ -79,7 +92,17 @@ _PARTS_OF = {
     "vision-text-dual-encoder": ("vit", "bert"),
 }
 # What some types leave open.
-_OPEN = {"vocab_size": 101, "pad_token_id": 0, "num_experts_per_tok": 2, "n_routed_experts": 4, "moe_topk": 2}
+_OPEN: dict[str, Any] = {
+    "vocab_size": 101,
+    "pad_token_id": 0,
+    "num_experts_per_tok": 2,
+    "n_routed_experts": 4,
+    "moe_topk": 2,
+    "n_shared_experts": 1,
+    "prediction_length": 8,
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+}
 
 
 @dataclass(frozen=True)
@@ -174,8 +197,8 @@ def _smaller(config: Any, sizes: bool) -> dict[str, Any]:
     """The settings of a config that are to change, those of its parts included."""
     changes: dict[str, Any] = {}
     values = vars(config)
-    kinds = values.get("layer_types")
-    layers = max([2, *(kinds.index(one) + 1 for one in set(kinds or ()))])
+    kinds = list(getattr(config, "layer_types", None) or ())
+    layers = max([2, *(kinds.index(one) + 1 for one in set(kinds))])
     for name, value in values.items():
         if isinstance(value, PreTrainedConfig):
             changes[name] = {**_smaller(value, sizes), "model_type": value.model_type}
@@ -190,12 +213,16 @@ def _smaller(config: Any, sizes: bool) -> dict[str, Any]:
                 changes[name] = min(value, 90)
             elif value > 0 and (fitting := [size for pattern, size in _SIZES if re.search(pattern, name)]):
                 changes[name] = min(fitting[0], value)
-    if sizes and values.get("num_key_value_heads") == values.get("num_attention_heads", 0):
-        changes["num_key_value_heads"] = changes["num_attention_heads"]
+    for name in changes.keys() & values if sizes else ():
+        heads = name.replace("key_value", "attention")
+        if name.endswith("num_key_value_heads") and values[name] == values.get(heads, 0):
+            changes[name] = changes[heads]
+    if sizes and "qk_head_dim" in changes:
+        changes["qk_head_dim"] = changes["qk_nope_head_dim"] + changes["qk_rope_head_dim"]
     if sizes and "mrope_section" in (rope := values.get("rope_parameters") or {}):
         changes["rope_parameters"] = {**rope, "mrope_section": [2, 1, 1]}
-    if kinds:
-        changes["layer_types"] = kinds[:layers]
+    for name in {"layer_types", "layers_block_type"} & values.keys() if kinds else ():
+        changes[name] = kinds[:layers]
     return changes
 
 

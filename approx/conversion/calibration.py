@@ -476,10 +476,10 @@ def _heard(source: checkpoint.Source, model: Any, file: CalibrationFile, length:
         # All recordings have one length for such a model, and its decoder needs tokens.
         heard = example_inputs(model, length, device=model.device)
     else:
-        sound, heard = sound[: samples(model.config, length)], {}
-        if len(sound) < samples(model.config, 1):
+        sound, heard = sound[: samples(model, length)], {}
+        if len(sound) < samples(model, 1):
             raise ApproxError(
-                f"{file.name} holds {len(sound)} samples, fewer than the {samples(model.config, 1)} of one frame of "
+                f"{file.name} holds {len(sound)} samples, fewer than the {samples(model, 1)} of one frame of "
                 f"{type(model).__name__}. {_wanted(kind)}",
                 Exit.UNAVAILABLE,
             )

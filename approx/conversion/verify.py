@@ -231,8 +231,11 @@ def exact_limit(model: Any, plan: Plan) -> Check:
     """
     name = "exact limit equals the base"
     rules, inexact = [], []
-    for rule in chain.from_iterable(plan.resolve(anatomy(model.config, type(model))).values()):
-        limit = MECHANISMS[rule.mechanism].exact_settings(LONGEST)
+    observed = anatomy(model.config, type(model))
+    # Images may have more positions than any text that is tried.
+    longest = max(LONGEST, *(site.fixed_length or 0 for site in observed.sites))
+    for rule in chain.from_iterable(plan.resolve(observed).values()):
+        limit = MECHANISMS[rule.mechanism].exact_settings(longest)
         if limit is None:
             inexact.append(rule.mechanism)
         else:

@@ -589,7 +589,7 @@ def input_maker(
     if task.writes(base):
         return written_inputs(task, examples, checkpoint.processor(source), base, random)
     if task.input_name == "input_values":
-        size = partial(samples, base.config)
+        size = partial(samples, base)
         return sound_inputs(task, examples, checkpoint.processor(source), size, base.device, base.dtype)
     if task.input_name == "pixel_values":
         return image_inputs(task, examples, checkpoint.processor(source), base.device, base.dtype)

@@ -16,12 +16,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AttentionInterface
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from approx.errors import ApproxError, Exit, did_you_mean
 from approx.planning import positions
-from approx.planning.positions import example_inputs, seconds_per_position
+from approx.planning.positions import example_inputs, main_input, seconds_per_position
 from approx.seam.attention_free import values_only
 from approx.seam.dispatch import OWN_KEYWORDS, is_causal
 from approx.seam.internals import backbone_of, can_switch_attention, temporary_attention
@@ -318,12 +318,17 @@ class _Observer:
         self.masks: list[tuple[Tensor, int | None]] = []
         # The keys of each call, to find those that several layers share.
         self.keys: list[weakref.ref[Tensor]] = []
+        # Dimensions of plain masks, for models that work on them: 2 for [B, S], as converted models get, 4 for [B, 1, L, S]; 0 for None.
+        self.plain = 0
+        # Those that were made, with whether they are causal.
+        self.plain_masks: list[tuple[Tensor, bool]] = []
         # Config -> whether the plain masks of its models are causal.
         self.forms: dict[int, set[bool]] = {}
 
     def run(self, model: Any, inputs: dict[str, Tensor]) -> None:
         """Observe one forward pass, and discard earlier observations."""
         self.calls, self.begun, self.masks, self.keys, self.memory = [], [], [], [], LiveMemory()
+        self.plain_masks = []
         with torch.no_grad(), self.memory:
             model(**inputs)
         if self.memory.draws:
@@ -345,7 +350,10 @@ class _Observer:
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         window, kept = None, None
-        if attention_mask is not None:
+        if (form := next((causal for mask, causal in self.plain_masks if mask is attention_mask), None)) is not None:
+            # Moonshine passes is_causal only where there is no mask.
+            kept = None if form in (is_causal(module, kwargs), is_causal(module, {})) else _UNANNOUNCED
+        elif attention_mask is not None:
             window = next((size for mask, size in self.masks if mask is attention_mask), None)
             kept = _BIASED if attention_mask.is_floating_point() else _RESTRICTED
         elif self.forms.get(id(getattr(module, "config", None))) == {not is_causal(module, kwargs)}:
@@ -373,7 +381,13 @@ class _Observer:
             # The two halves of an encoder-decoder share a config, and one of them may ask for no mask.
             if not config.is_encoder_decoder:
                 self.forms.setdefault(id(config), set()).add(mask_function is causal_mask_function)
-            return None
+            shape = {0: None, 2: (batch_size, kv_length), 4: (batch_size, 1, q_length, kv_length)}[self.plain]
+            if shape is None:
+                return None
+            self.plain_masks.append(
+                (torch.ones(shape, dtype=torch.bool, device="meta"), mask_function is causal_mask_function)
+            )
+            return self.plain_masks[-1][0]
         # Chunks have a size too, under another name in the config.
         window = local_size if local_size == getattr(config, "sliding_window", None) else None
         # One byte stands for all pairs: only which layers get this mask matters.
@@ -483,6 +497,8 @@ def _passes(kind: _Kind, observer: _Observer, name: str, *, whole_numbers: bool)
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = model_class(config).eval()
+    if not any(map(_dispatches, {type(module) for module in model.modules()})):
+        raise ApproxError(f"{model_class.__name__} has no self-attention that could be replaced.", Exit.UNSUPPORTED)
     model.set_attn_implementation(name)
     # Grouped expert products do not run on the meta device; batched ones need as many operations.
     model.set_experts_implementation("batched_mm")
@@ -492,7 +508,8 @@ def _passes(kind: _Kind, observer: _Observer, name: str, *, whole_numbers: bool)
         for length in lengths:
             inputs = example_inputs(model, length, device="meta")
             if whole_numbers:
-                real = {key: torch.full(x.shape, 5) for key, x in inputs.items() if not x.is_floating_point()}
+                whole = {key: x.shape for key, x in inputs.items() if not x.is_floating_point()}
+                real = {key: torch.full(shape, 1 if key.endswith("mask") else 5) for key, shape in whole.items()}
                 inputs = {**inputs, **real}
             if "input_ids" in inputs:
                 # Without a mask some families search the ids for padding, but meta tensors have no values.
@@ -504,9 +521,36 @@ def _passes(kind: _Kind, observer: _Observer, name: str, *, whole_numbers: bool)
             moments.append(observer.memory.moments)
             begun.append(observer.begun)
         if "decoder_input_ids" in inputs:
-            # With equal lengths, cross-attention would look like self-attention.
+            # With equal lengths, cross-attention would look like self-attention. The masks tell causal modules that are not marked.
+            observer.plain, before = 4, observer.plain
             observer.run(model, {**inputs, "decoder_input_ids": inputs["decoder_input_ids"][:, 1:]})
+            observer.plain = before
     return _Passes(model, lengths, flops, calls, moments, begun, observer.calls)
+
+
+def _takes_padding(seen: _Passes, observer: _Observer) -> bool:
+    """Whether a model of spectrograms runs with padding, whose mask converted models give their modules as [B, S]."""
+    if main_input(seen.model) != "input_features":
+        return True
+    inputs = example_inputs(seen.model, seen.lengths[1], padded=seen.lengths[1] // 4, device="meta")
+    observer.plain = 2
+    try:
+        observer.run(seen.model, inputs)
+    except Exception as error:
+        return _lacks_values(error)
+    finally:
+        observer.plain = 0
+    return True
+
+
+def _dispatches(module_class: type) -> bool:
+    """Whether the code of a module's class knows the interface of transformers that dispatches attention."""
+    files = (
+        vars(sys.modules[kind.__module__])
+        for kind in module_class.__mro__
+        if kind.__module__.startswith("transformers.models.")
+    )
+    return any(isinstance(value, AttentionInterface) for names in files for value in names.values())
 
 
 @lru_cache(maxsize=64)
@@ -519,21 +563,28 @@ def _observe(kind: _Kind) -> Anatomy:
             try:
                 seen = _passes(kind, observer, name, whole_numbers=False)
             except Exception as error:
-                if not _lacks_values(error):
+                if observer.forms and "NoneType" in str(error):
+                    observer.plain = 4
+                elif not _lacks_values(error):
                     raise
-                seen = _passes(kind, observer, name, whole_numbers=True)
+                seen = _passes(kind, observer, name, whole_numbers=_lacks_values(error))
+            works_on_mask = bool(observer.plain) or not _takes_padding(seen, observer)
     except ApproxError:
         raise
     except Exception as error:
         if _parts(config):
             # A model that reads only text is converted through its text model; this one needs its other parts.
             raise _of_several(config, model_class) from error
-        remedy = "If stock transformers runs this model, the family is not supported; otherwise fix its config.json."
+        what = f"{model_class.__name__} (family '{config.model_type}')"
+        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
         if _lacks_values(error):
-            remedy = "With this config its forward pass reads values, but planning knows only shapes: it cannot be converted."
+            raise ApproxError(
+                f"{what} reads values in its forward pass with this config, but planning knows only shapes ({why}). It cannot be converted.",
+                Exit.UNSUPPORTED,
+            ) from error
         raise ApproxError(
-            f"{model_class.__name__} (family '{config.model_type}') could not be run on example inputs to locate its attention: "
-            f"{type(error).__name__}: {' '.join(str(error).split())}. {remedy}",
+            f"{what} could not be run on example inputs to locate its attention: {why}. If stock transformers runs this model, the "
+            "family is not supported; otherwise fix its config.json.",
             Exit.UNSUPPORTED,
         ) from error
 
@@ -543,7 +594,7 @@ def _observe(kind: _Kind) -> Anatomy:
         if _is_cross(*pair, last):
             cross.append(pair)
         else:
-            self_attention.append(pair)
+            self_attention.append([pair[0], pair[1]._replace(kept=_UNANNOUNCED)] if last.kept is _UNANNOUNCED else pair)
             layers.append(Moment.through(lengths, starts))
     for pair in cross:
         if not _is_cross(*pair):
@@ -553,14 +604,21 @@ def _observe(kind: _Kind) -> Anatomy:
         for number, call in enumerate(pair):
             flops[number] += 4 * call.query.numel() * call.key[-2]
     per_position = (flops[1] - flops[0]) / (lengths[1] - lengths[0])
+    sites = _sites(model, self_attention)
+    if works_on_mask:
+        raise ApproxError(
+            f"{model_class.__name__} works on the mask of its attention itself, to choose keys or to blank padding, which the mechanisms "
+            "do not support. It cannot be converted.",
+            Exit.UNSUPPORTED,
+        )
     return Anatomy(
         family=config.model_type,
         architecture=model_class.__name__,
-        sites=_sites(model, self_attention),
+        sites=sites,
         cross_attention=len(cross),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         positions=positions.limit(config),
-        seconds=seconds_per_position(config, model.main_input_name),
+        seconds=seconds_per_position(config, main_input(model)),
         flops_per_position=per_position,
         flops_per_pair=per_pair,
         flops_fixed=flops[0] - per_position * lengths[0],

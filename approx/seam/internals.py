@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any
 from uuid import uuid4
 
+import torch
 import transformers
 
 _TEMPORARY = "approx_temporary_"
@@ -80,6 +81,13 @@ def can_switch_attention(model_class: type) -> bool:
     """Whether a model class dispatches its attention; True if that is not known in advance."""
     tell = getattr(model_class, "_can_set_attn_implementation", None)
     return tell is None or tell()
+
+
+def subsampled_length(model: Any) -> Callable[[int], int] | None:
+    """Size of an input of sound, in samples or frames -> positions that the model makes of it; None if its family does not tell."""
+    names = "_get_feat_extract_output_lengths", "_get_subsampling_output_length"
+    tell = next((getattr(model, name) for name in names if hasattr(model, name)), None)
+    return None if tell is None else lambda size: int(tell(torch.tensor([size])))
 
 
 def keep_in_float32(model: Any, names: set[str]) -> None:

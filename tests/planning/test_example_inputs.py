@@ -4,7 +4,9 @@ import pytest
 import torch
 import transformers
 
-from approx.planning.positions import example_inputs, samples
+from approx.errors import ApproxError, Exit
+from approx.planning.anatomy import anatomy
+from approx.planning.positions import example_inputs, main_input, samples
 from zoo import tiny
 
 
@@ -23,6 +25,57 @@ def test_spectrograms_videos_and_oblong_images_have_the_size_that_the_config_nam
     inputs = example_inputs(model, 8, batch=2)
     assert inputs[model.main_input_name].shape == shape
     assert model(**inputs)[0].isfinite().all()
+
+
+SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "shape"),
+    [
+        ("Wav2Vec2BertModel", {**SMALL, "feature_projection_input_dim": 20, "output_hidden_size": 16}, (2, 12, 20)),
+        (
+            "Speech2TextModel",
+            {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "input_feat_per_channel": 20},
+            (2, 45, 20),
+        ),
+        ("GlmAsrEncoder", {**SMALL, "num_key_value_heads": 2, "num_mel_bins": 20}, (2, 20, 24)),
+        ("Idefics3VisionTransformer", {**SMALL, "image_size": 16, "patch_size": 8}, (2, 3, 16, 16)),
+    ],
+)
+def test_spectrograms_have_the_layout_and_the_frames_that_the_model_takes(architecture, changes, shape):
+    kind = getattr(transformers, architecture, None)
+    if kind is None:
+        pytest.skip(f"this version of transformers has no {architecture}")
+    model = kind(kind.config_class(**changes)).eval()
+    inputs = example_inputs(model, 12, batch=2)
+    assert inputs[main_input(model)].shape == shape
+    assert model(**inputs)[0].isfinite().all()
+
+
+def test_moonshine_makes_as_many_positions_of_its_sound_as_asked():
+    kind = transformers.MoonshineModel
+    model = kind(kind.config_class(hidden_size=32, encoder_num_hidden_layers=1, decoder_num_hidden_layers=1)).eval()
+    inputs = example_inputs(model, 9)
+    assert model(**inputs).encoder_last_hidden_state.shape[1] == 9
+    assert model._get_feat_extract_output_lengths(samples(model, 9) - 1) == 8
+
+
+@pytest.mark.parametrize(
+    ("architecture", "why"),
+    [
+        ("ResNetModel", "no self-attention"),
+        ("Qwen2_5_VisionTransformerPretrainedModel", "packed into one row"),
+        ("Blip2QFormerModel", "query_embeds"),
+    ],
+)
+def test_models_without_attention_or_with_other_inputs_are_refused_by_name(architecture, why):
+    kind = getattr(transformers, architecture, None) or getattr(
+        transformers.models.qwen2_5_vl.modeling_qwen2_5_vl, architecture
+    )
+    with pytest.raises(ApproxError, match=why) as caught:
+        anatomy(kind.config_class(), kind)
+    assert caught.value.exit_code == Exit.UNSUPPORTED
 
 
 @pytest.mark.parametrize(("size", "low"), [(1, 0), (2, 1), (6, 5), (8, 5)])
@@ -49,7 +102,7 @@ def test_the_last_row_is_padded_at_its_end_as_a_tokenizer_pads():
 @pytest.mark.parametrize("length", [1, 2, 30])
 def test_speech_has_the_requested_number_of_frames(length):
     model = tiny("Wav2Vec2Model")
-    enough = samples(model.config, length)
+    enough = samples(model, length)
     assert model._get_feat_extract_output_lengths(torch.tensor(enough)) == length
     assert model._get_feat_extract_output_lengths(torch.tensor(enough - 1)) == length - 1
     inputs = example_inputs(model, length + 3, batch=2, padded=3)

@@ -199,11 +199,11 @@ def test_a_model_can_be_timed_on_recordings(data, tmp_path):
 
     model, processor = recogniser("group"), speech_processor(tmp_path, "group")
     make = sound_inputs(
-        TASK, TASK.examples(data), processor, lambda length: samples(model.config, length), "cpu", torch.float32
+        TASK, TASK.examples(data), processor, lambda length: samples(model, length), "cpu", torch.float32
     )
     for batch, length in ((1, 10), (3, 200)):
         inputs = make(batch, length)
         with torch.inference_mode():
             assert model(**inputs).logits.shape[:2] == (batch, length)
     first = TASK.collate(TASK.encode(TASK.examples(data)[0], processor), processor)["input_values"][0]
-    assert torch.equal(make(1, 10)["input_values"][0], first[: samples(model.config, 10)])
+    assert torch.equal(make(1, 10)["input_values"][0], first[: samples(model, 10)])

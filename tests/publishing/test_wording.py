@@ -104,7 +104,9 @@ def test_a_difference_of_other_scores_keeps_their_units():
     assert wording.score(1.2345, task, 0) == "1.2"
     fewer = part_of(QualityVariant, **worse | {"difference": -0.02, "interval": [-0.03, -0.01]})
     assert wording.loss(fewer, task) == "has 0.020 ± 0.010 fewer bits per byte"
-    assert wording.loss(fewer, task.model_copy(update={"metric": "masked_loss"})) == "has 0.020 ± 0.010 less masked loss"
+    assert (
+        wording.loss(fewer, task.model_copy(update={"metric": "masked_loss"})) == "has 0.020 ± 0.010 less masked loss"
+    )
     much = part_of(QualityVariant, **worse | {"difference": 0.5, "interval": [0.45, 0.55]})
     assert wording.loss(much, task) == "has 0.5 ± 0.1 more bits per byte"
     lopsided = part_of(QualityVariant, **worse | {"difference": 0.0336, "interval": [0.019, 0.655]})

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from approx.cli.figures import quality_table, speed_tables
+from approx.cli.figures import quality_tables, speed_tables
 from approx.errors import ApproxError
 from approx.evaluation.options import BASE
 from approx.evaluation.record import Quality, QualityVariant, Record, Scores, Speed, SpeedVariant, Tokens, Trained
@@ -89,7 +89,7 @@ def processors(records: Path) -> list[Path]:
 def printed(made: Record) -> str:
     """What `approx run` prints of a record, of its last length alone, as a block of Markdown."""
     console = Console(width=WIDTH, file=io.StringIO(), markup=False, highlight=False)
-    for shown in (*map(quality_table, made.quality), *speed_tables(made.speed[-1:])):
+    for shown in (*(one for entry in made.quality for one in quality_tables(entry)), *speed_tables(made.speed[-1:])):
         console.print(shown)
     written = console.file.getvalue()  # type: ignore[attr-defined]  # a StringIO
     return "\n".join(["```text", *(line.rstrip() for line in written.splitlines() if line.strip()), "```"])

@@ -712,7 +712,7 @@ class Phase:
         schedule: Name of transformers' schedule after that.
         weight_decay: Decay of the base's matrices.
         patience: Validations without improvement after which the mode ends; None for no limit.
-        penalty: Weight of the mechanisms' penalty.
+        penalty: Weight of the mechanisms' penalty; above 0 the last step is kept, since a penalty is worth a loss of score.
         recompute: Whether to recompute layers in the backward pass.
         bfloat16: Whether the forward pass runs under autocast.
         report_to: Additional reporting of the Trainer.
@@ -772,7 +772,7 @@ class Outcome:
     Attributes:
         mode: Name of the mode.
         steps: Number of steps.
-        best_step: Step whose weights were kept; 0 if none was better than the weights before the first.
+        best_step: Step whose weights were kept; 0 if none was better than the weights before the first. With a penalty the last.
         parameters: Number of trained parameters.
         tokens: Number of training tokens.
         seconds: Time, including interrupted attempts.
@@ -1611,7 +1611,7 @@ class _Trainer(Trainer):
                 curve.setdefault(step, {"step": step}).update(figures)
         # Earlier versions did not validate the start.
         last = 0 if "validation" in curve.get(0, {}) else self.state.global_step
-        best = self.state.best_global_step or last
+        best = self.state.global_step if self.phase.penalty else self.state.best_global_step or last
         parameters = sum(p.numel() for name, p in self.trained.named_parameters() if name in set(self.phase.trained))
         return Outcome(
             mode=self.phase.mode,
@@ -1647,7 +1647,8 @@ def _arguments(model: Any, phase: Phase, measure: Measure, folder: Path) -> Trai
         save_steps=phase.evaluate_every or phase.steps,
         # The best and the last.
         save_total_limit=2,
-        load_best_model_at_end=True,
+        # The score of held-out examples would always prefer the longest spans to those that a penalty asks for.
+        load_best_model_at_end=not phase.penalty,
         metric_for_best_model=f"eval_{measure.name}",
         greater_is_better=not measure.lower_is_better,
         # A second bar would be drawn into our line of progress.

@@ -275,6 +275,17 @@ def test_random_features_are_drawn_again_while_it_trains(sst2, tmp_path):
     assert all(len(sums) == 3 for sums in seen.values())
 
 
+def test_a_penalty_keeps_the_last_step_since_scores_prefer_long_spans(sst2, tmp_path):
+    model = model_of("adaptive-span", max_span=16, ramp=4)
+    spans = model.bert.encoder.layer[0].attention.self.mechanism.spans
+    before = spans.detach().sum()
+    # The penalty alone is learned, so that no score gets better.
+    options = options_of(sst2, steps=3, penalty=1e4, learning_rate=1e-12, mechanism_learning_rate=0.1, evaluate_every=1)
+    (outcome,) = trained(model, tmp_path / "work", options).phases
+    assert outcome.best_step == outcome.steps == 3
+    assert spans.sum() < before
+
+
 @pytest.mark.slow
 def test_spans_get_shorter_with_their_penalty(sst2, tmp_path):
     def spans(penalty: float) -> float:

@@ -285,7 +285,7 @@ class _Study:
             best_step=outcome.best_step,
             ended=outcome.ended,
             seconds=outcome.seconds,
-            curve=[results.Point(**point) for point in outcome.curve],
+            curve=[results.Point.model_validate(point) for point in outcome.curve],
         )
         return {"trial": trial.to_data(), "parameters": sum(one.numel() for one in model.parameters())}
 

@@ -168,10 +168,13 @@ def heading(task: TaskResult) -> str:
 
 def notes(record: ArenaRecord) -> list[str]:
     """How it was measured, in sentences, with all that weakens it."""
+    seeds = record.options["seeds"]
+    over = (
+        f"the mean over {seeds} seeds, with Student's interval" if seeds > 1 else "of one seed, so without an interval"
+    )
     said = [
-        "Score: accuracy on test examples, of the weights that were best on held-out training examples; the mean over "
-        f"{record.options['seeds']} seed{'s'[: record.options['seeds'] > 1]}, with Student's interval. Seeds differ in first weights, "
-        "order of examples and the mechanism's own seed.",
+        f"Score: accuracy on test examples, of the weights that were best on held-out training examples; {over}. Seeds differ in "
+        "first weights, order of examples and the mechanism's own seed.",
         "Steps per second: forward, backward and AdamW at the full length, all mechanisms in turns, the median of undisturbed "
         "turns. Peak MB: what that step allocates beyond weights and the optimizer's state.",
     ]

@@ -120,8 +120,8 @@ class Arena(SequenceClassification):
             pad_token_id=_PADDING,
             # Not every mechanism has weights that could be dropped.
             attention_probs_dropout_prob=0.0,
-            num_labels=len(self.labels),
         )
+        config.num_labels = len(self.labels)
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             model: Any = BertForSequenceClassification(config)

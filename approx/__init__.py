@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         inspect,
         load,
         look,
+        lra,
         predict,
         push,
         recommend,
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = ["ApproxError", "Plan", "__version__", "bench", "convert", "evaluate", "export", "fast_products", "finetune"]
-__all__ += ["generate", "inspect", "load", "look", "predict", "push"]
+__all__ += ["generate", "inspect", "load", "look", "lra", "predict", "push"]
 __all__ += ["recommend", "report", "revert", "search", "verify"]
 __dir__ = __all__.copy  # what an interactive session offers, loaded or not
 register_when_asked()

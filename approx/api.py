@@ -35,6 +35,8 @@ from approx.tasks import open_task
 from approx.validation import build
 
 if TYPE_CHECKING:
+    from approx.arena.options import ArenaStage
+    from approx.arena.results import ArenaRecord
     from approx.conversion.export import export
     from approx.finetuning.finetune import Healing, Rehearsal
     from approx.finetuning.options import FinetuneStage
@@ -58,6 +60,7 @@ __all__ = [
     "inspect",
     "load",
     "look",
+    "lra",
     "plan",
     "predict",
     "push",
@@ -473,3 +476,41 @@ def recommend(
     name = model if isinstance(model, str) else "MODEL"
     about: dict[str, Any] = {"seed": seed, "command": command, "progress": progress, "announce": announce}
     return run_recommend(base, stage, model=name, **about)
+
+
+def lra(
+    out: str | Path,
+    stage: "ArenaStage | None" = None,
+    *,
+    resume: bool = False,
+    force: bool = False,
+    device: str = "auto",
+    command: str = "",
+    progress: Progress = silent,
+    **options: Any,
+) -> "ArenaRecord":
+    """Long Range Arena: train a small encoder from scratch for each task, mechanism and seed, and compare them.
+
+    These scores never stand beside those of conversions, and `report` refuses their record.
+
+    Args:
+        out: Folder for `lra.json`, `lra.md`, `lra.svg` and each finished training.
+        stage: What is compared, instead of options by name.
+        resume: Keep what an earlier call finished in the folder, and continue a training that was interrupted.
+        force: Delete an earlier comparison in the folder.
+        device, command, progress: As for `evaluate`.
+        options: As of `approx.arena.options.ArenaStage`: tasks, mechanisms, seeds, size, data, settings, …
+
+    Returns:
+        The record.
+
+    Raises:
+        ApproxError: if an option is unknown, out of range or does not fit, data are missing or damaged, or the folder holds
+            an earlier comparison.
+    """
+    from approx.arena.arena import arena
+    from approx.arena.options import ArenaStage
+
+    stage = _stage(ArenaStage, "lra", stage, options)
+    chosen = choose_device(device)
+    return arena(stage, Path(out), resume=resume, force=force, device=chosen, command=command, progress=progress)

@@ -46,8 +46,9 @@ MAY_IMPORT = {
     "approx.looking": "approx.errors approx.progress approx.publishing approx.measuring approx.tasks approx.conversion approx.planning approx.checkpoints approx.seam approx.mechanisms approx_kernels",
     "approx.doctor": "approx.errors approx.progress approx.version approx.measuring approx.tasks approx_kernels",
     "approx.pipeline": "approx.errors approx.progress approx.paths approx.version approx.recipe approx.grid approx.searching approx.pushing approx.publishing approx.measuring approx.finetuning approx.evaluation approx.conversion approx.planning approx.checkpoints approx.tasks approx_kernels",
+    "approx.arena": "approx.errors approx.progress approx.validation approx.pipeline.store approx.publishing approx.finetuning approx.evaluation approx.tasks approx.conversion approx.planning approx.checkpoints approx.mechanisms approx_kernels",
     "approx.inspection": "approx.errors approx.evaluation.record approx.planning approx.checkpoints",
-    "approx.api": "approx.inspection approx.pipeline approx.looking approx.searching approx.errors approx.progress approx.validation approx.evaluation.options approx.evaluation.record approx.recipe approx.pushing approx.publishing approx.measuring approx.finetuning approx.conversion approx.planning approx.checkpoints approx.tasks",
+    "approx.api": "approx.inspection approx.arena approx.pipeline approx.looking approx.searching approx.errors approx.progress approx.validation approx.evaluation.options approx.evaluation.record approx.recipe approx.pushing approx.publishing approx.measuring approx.finetuning approx.conversion approx.planning approx.checkpoints approx.tasks",
     "approx.cli": "approx approx_kernels.runtime.atomic_file",
     "approx": "approx",
 }
@@ -59,6 +60,7 @@ WITHOUT_TORCH = (
     "approx.evaluation.record",
     "approx.evaluation.statistics",
     "approx.finetuning.options",
+    "approx.arena.options",
     "approx.pushing.options",
     "approx.searching.options",
     "approx.recipe",

@@ -24,7 +24,7 @@ from approx.errors import ApproxError, Exit
 from approx_kernels.runtime.file_lock import locked
 
 CLAIM = ".approx-claim.json"
-Kind = Literal["temporary", "output", "failed", "training", "search", "run", "sweep"]
+Kind = Literal["temporary", "output", "failed", "training", "search", "run", "sweep", "arena"]
 # Folders in the workplace of an output.
 _NEW, _OLD = "new", "old"
 # What Python, the hub and its client, and the desktop put into the folder of a model.

@@ -6,6 +6,7 @@ import signal
 import typer
 
 from approx.cli import (
+    arena,
     comparison,
     conversion,
     environment,
@@ -75,6 +76,7 @@ comparison.add_to(app)
 looking.add_to(app)
 study.add_to(app)
 sweep.add_to(app)
+arena.add_to(app)
 push.add_to(app)
 environment.add_to(app)
 

@@ -106,9 +106,11 @@ class Stage:
                     )
                 typed[name] = value
         for name, one in self.kind.model_fields.items():
+            if name in self.omitted:
+                continue
             if name == "settings":
                 values[name] = options.task_settings(*(typed.pop(part) for part in ("settings", "columns", "labels")))
-            elif name not in self.omitted and (value := typed.pop(name)) not in (None, []):
+            elif (value := typed.pop(name)) not in (None, []):
                 values[name] = _read(value, _unwrapped(one.annotation)[0], self.option(name))
         made, mistakes = validate(self.kind, values, "")
         if made is None:

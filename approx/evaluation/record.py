@@ -791,6 +791,8 @@ class Record(Written):
 
 
 SCHEMA: Final = 1
+# The kind of a record that is none of these, see `approx.arena.results`.
+FROM_SCRATCH: Final = "long-range-arena"
 # Mistakes of a damaged record that its error lists.
 _SHOWN = 12
 # Characters of a line of JSON: a row of figures, of a variant at a length.
@@ -848,6 +850,12 @@ def validated(data: Any, what: str, exit_code: Exit) -> Record:
     Raises:
         ApproxError: if the data are invalid or of another schema; lists what is wrong.
     """
+    if isinstance(data, dict) and data.get("kind") == FROM_SCRATCH:
+        raise ApproxError(
+            f"{what} holds scores of models trained from scratch, by approx lra, which never stand beside scores of "
+            "conversions. Its page is lra.md in its folder; leave it out here.",
+            exit_code,
+        )
     if not isinstance(data, dict) or "schema" not in data:
         raise ApproxError(f"{what} is not a record: it has no key 'schema'.", exit_code)
     if data["schema"] != SCHEMA:

@@ -306,6 +306,15 @@ def score_interval(
     return max(low, bounds[0]), min(high, bounds[1])
 
 
+def mean_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval | None:
+    """Return Student's interval of the mean of independent values, such as scores over seeds; None for a single one."""
+    if len(values) < 2:
+        return None
+    mean, error = float(np.mean(values)), float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    wide = float(student.ppf((1 + confidence) / 2, len(values) - 1)) * error
+    return mean - wide, mean + wide
+
+
 def verdict(
     interval: Interval | None,
     margin: float,

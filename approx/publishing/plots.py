@@ -866,6 +866,77 @@ def sweep_picture(quality: Sequence[QualityRow]) -> str | None:
     return alone(draw("sweep", description, paint, (8.4, lines * (1.2 + 0.22 * most))))
 
 
+class Bubble(NamedTuple):
+    """A model in a plot of score against speed: its score in percent with an interval, and the size of its bubble."""
+
+    name: str
+    speed: float
+    score: float
+    interval: tuple[float, float] | None
+    memory: float
+
+
+class Bubbles(NamedTuple):
+    """One panel of bubbles.
+
+    Attributes:
+        title: Above it.
+        speed: What its horizontal axis is.
+        bubbles: What it shows.
+        chance: The score of guessing, in percent; None draws no line.
+    """
+
+    title: str
+    speed: str
+    bubbles: list[Bubble]
+    chance: float | None
+
+
+def bubbles_picture(panels: Sequence[Bubbles]) -> str:
+    """Draw scores against speed, with areas that stand for memory: a file of its own, with a panel each.
+
+    Source: Tay et al., 2021, "Long Range Arena", arXiv 2011.04006, figure 3.
+    """
+    lines = -(-len(panels) // _COLUMNS)
+
+    def paint(axes: Axes) -> None:
+        axes.set_axis_off()
+        for number, one in enumerate(panels):
+            line, column = divmod(number, _COLUMNS)
+            panel = axes.inset_axes((column * 0.52 + 0.06, 1 - (line + 0.82) / lines, 0.42, 0.68 / lines))
+            panel.patch.set_visible(False)
+            most = max((bubble.memory for bubble in one.bubbles), default=1.0) or 1.0
+            for bubble in one.bubbles:
+                colour = _exact_colour() if bubble.name == "exact" else _plan_colour(bubble.name)
+                low, high = bubble.interval or (bubble.score, bubble.score)
+                apart = [[max(bubble.score - low, 0)], [max(high - bubble.score, 0)]]
+                panel.errorbar([bubble.speed], [bubble.score], yerr=apart, fmt="none", ecolor=colour, elinewidth=1)
+                area = max(_LARGEST * bubble.memory / most, 6)
+                panel.scatter([bubble.speed], [bubble.score], s=area, color=colour, alpha=0.55, linewidths=0)
+            if one.chance is not None:
+                panel.axhline(one.chance, color=INK, linewidth=0.8, linestyle=":")
+            fastest = max((bubble.speed for bubble in one.bubbles), default=1.0)
+            panel.set_xlim(0, fastest * 1.25)
+            panel.margins(y=0.25)
+            panel.tick_params(labelsize=7.5)
+            panel.xaxis.set_major_locator(MaxNLocator(5))
+            panel.yaxis.set_major_locator(MaxNLocator(5))
+            panel.set_title(one.title, fontsize=9)
+            panel.set_xlabel(one.speed)
+            panel.set_ylabel("score (%)")
+            for bubble in one.bubbles:
+                panel.annotate(
+                    bubble.name, (bubble.speed, bubble.score), ha="center", va="center", fontsize=7.5, zorder=5
+                )
+
+    description = "Score against speed of encoders trained from scratch; the area of a bubble is its memory."
+    return alone(draw("arena", description, paint, (8.4, 3.6 * lines)))
+
+
+# The area of the largest bubble, in square points.
+_LARGEST = 700
+
+
 def _plan_colour(plan: str) -> str:
     """The colour of the mechanism that the name of a plan begins with."""
     named = [name for name in _facts("colour") if plan == name or plan.startswith((f"{name} ", f"{name},"))]

@@ -16,7 +16,7 @@ import numpy as np
 
 from approx.errors import ApproxError, Exit, shown
 from approx.tasks.classification import SequenceClassification
-from approx.tasks.settings import switch_setting, whole_setting
+from approx.tasks.settings import switch_setting, whole_setting, wrong_setting
 from approx.tasks.task import Example, Groups, Split, Tally
 from approx.text_file import lines, read_text
 from approx.text_file import words as split_words
@@ -46,6 +46,8 @@ class ListOps(SequenceClassification):
         examples: Rows of a generated split.
         brackets: Whether to keep the round brackets of the original notation, which have no meaning.
         seed: Seed of all generated rows, together with the split and the number of the row.
+        shortest: Tokens that a generated expression has more than, without round brackets; None is that of the preset.
+        longest: Tokens that it has fewer than, at least 16 and twice the shortest; None is that of the preset.
 
     Raises:
         ApproxError: if the preset is unknown, or a number is out of range.
@@ -57,14 +59,31 @@ class ListOps(SequenceClassification):
     labels = DIGITS
 
     def __init__(
-        self, preset: str = "long-range-arena", examples: int = 2000, brackets: bool = False, seed: int = 0
+        self,
+        preset: str = "long-range-arena",
+        examples: int = 2000,
+        brackets: bool = False,
+        seed: int = 0,
+        shortest: int | None = None,
+        longest: int | None = None,
     ) -> None:
         if preset not in PRESETS:
             raise ApproxError(f"The task '{self.name}' has no preset {shown(preset)}. Known: {', '.join(PRESETS)}.")
-        self._preset = preset
         self._size = whole_setting(self.name, "examples", examples, 1)
         self._brackets = switch_setting(self.name, "brackets", brackets)
         self._seed = whole_setting(self.name, "seed", seed, 0)
+        limits = PRESETS[preset]
+        least = limits["shortest"] if shortest is None else whole_setting(self.name, "shortest", shortest, 3)
+        # In a narrow range there are too few expressions, or hardly any is drawn.
+        most = (
+            limits["longest"] if longest is None else whole_setting(self.name, "longest", longest, max(16, 2 * least))
+        )
+        if most < 2 * least:
+            raise wrong_setting("shortest", least, f"at most {most // 2}, half the longest", self.name)
+        self._limits = {**limits, "shortest": least, "longest": most}
+        # An expression that is given up draws less, and the rows of the presets must stay what they are.
+        self._stops = longest is not None
+        self._named = preset if shortest is longest is None else f"{preset}-{least}-{most}"
 
     def read(
         self, data: Path | None = None, split: str | None = None, limit: int | None = None, *, streaming: bool = False
@@ -133,17 +152,20 @@ class ListOps(SequenceClassification):
 
     def _generated(self, split: str, row: int, seen: set[str]) -> Example:
         """A row that differs from all before it: otherwise short expressions would be most of a split."""
-        limits = PRESETS[self._preset]
+        limits = self._limits
         # With a generator per row, a row does not depend on the number of rows.
         random = np.random.default_rng([self._seed, _SPLITS.index(split), row])
         while True:
-            tree = _grow(random, 1, limits["depth"], limits["arguments"])
+            room = _Room(limits["longest"] if self._stops else None)
+            tree = _grow(random, 1, limits["depth"], limits["arguments"], room)
+            if room.full:
+                continue
             words = list(_words(tree))
             text, length = " ".join(words), sum(word not in "()" for word in words)
             if limits["shortest"] < length < limits["longest"] and text not in seen:
                 seen.add(text)
                 break
-        name = f"listops/{split}/{self._preset}-{self._seed}/{row}"
+        name = f"listops/{split}/{self._named}-{self._seed}/{row}"
         return self._example(name, words, evaluate(tree))
 
     def _example(self, name: str, words: list[str], value: int) -> Example:
@@ -188,12 +210,33 @@ def parse(words: list[str]) -> _Tree:
     return stack[0][0]
 
 
-def _grow(random: np.random.Generator, depth: int, deepest: int, most: int) -> _Tree:
+class _Room:
+    """How many more tokens an expression may have; None for any number."""
+
+    def __init__(self, tokens: int | None) -> None:
+        self._left = tokens
+
+    def take(self, tokens: int) -> None:
+        if self._left is not None:
+            self._left -= tokens
+
+    @property
+    def full(self) -> bool:
+        return self._left is not None and self._left <= 0
+
+
+def _grow(random: np.random.Generator, depth: int, deepest: int, most: int, room: _Room) -> _Tree:
+    room.take(1)
+    if room.full:
+        # Too long in any case.
+        return 0
     if depth > 1 and (depth >= deepest or random.random() > _NESTED):
         return int(random.integers(10))
     count = int(random.integers(2, most + 1))
     operator = OPERATORS[random.integers(len(OPERATORS))]
-    return operator, [_grow(random, depth + 1, deepest, most) for _ in range(count)]
+    # Its end.
+    room.take(1)
+    return operator, [_grow(random, depth + 1, deepest, most, room) for _ in range(count)]
 
 
 def _words(tree: _Tree) -> Iterator[str]:

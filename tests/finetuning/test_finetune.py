@@ -277,13 +277,13 @@ def test_random_features_are_drawn_again_while_it_trains(sst2, tmp_path):
 
 def test_a_penalty_keeps_the_last_step_since_scores_prefer_long_spans(sst2, tmp_path):
     model = model_of("adaptive-span", max_span=16, ramp=4)
-    spans = model.bert.encoder.layer[0].attention.self.mechanism.spans
-    before = spans.detach().sum()
+    mechanism = model.bert.encoder.layer[0].attention.self.mechanism
+    before = mechanism.spans.detach().sum()
     # The penalty alone is learned, so that no score gets better.
     options = options_of(sst2, steps=3, penalty=1e4, learning_rate=1e-12, mechanism_learning_rate=0.1, evaluate_every=1)
     (outcome,) = trained(model, tmp_path / "work", options).phases
     assert outcome.best_step == outcome.steps == 3
-    assert spans.sum() < before
+    assert mechanism.spans.detach().sum() < before
 
 
 @pytest.mark.slow

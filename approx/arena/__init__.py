@@ -1,0 +1,1 @@
+"""Long Range Arena: small encoders trained from scratch, one for each mechanism and seed."""

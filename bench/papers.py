@@ -46,7 +46,7 @@ from approx.evaluation.timing import Neighbours, is_out_of_memory, memory_limit,
 from approx.mechanisms import MECHANISMS
 from approx.planning.plan import Plan
 from bench import reversible
-from bench.pages import RECORD, figure, keep, line, stored, table, write_page, write_record
+from bench.pages import PAGE, RECORD, figure, keep, line, stored, table, write_page, write_record
 
 SYMBOLS = 10
 # Training ends when so many symbols of `Size.every` steps are right, twice.
@@ -136,11 +136,11 @@ SIZES = {
     "small": Size(
         copier=Model(1, 64, 4, 64),
         length=32,
-        heads=(4, 32),
+        heads=(1, 16),
         batch=32,
         rate=6e-3,
         every=20,
-        most=500,
+        most=600,
         seeds=2,
         tested=4096,
         cluster=8,
@@ -742,8 +742,11 @@ def in_docs(text: str, records: Path) -> str:
     introduction = text.partition("\n## ")[0].rstrip()
     sections = []
     for name in EXPERIMENTS:
-        page = (records / "papers" / name / "report.md").read_text(encoding="utf-8")
-        sections.append("#" + page.replace("](", f"](../reports/papers/{name}/").rstrip())
+        page = records / "papers" / name / PAGE
+        if page.is_file():
+            sections.append("#" + page.read_text("utf-8").replace("](", f"](../reports/papers/{name}/").rstrip())
+        else:
+            sections.append(f"## {name}\n\nNot measured yet: `python bench/papers.py {name} -o reports/papers`.")
     return "\n\n".join([introduction, *sections]) + "\n"
 
 

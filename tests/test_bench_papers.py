@@ -164,3 +164,13 @@ def test_dropout_is_refused():
     with pytest.raises(ValueError, match="Dropout differs"):
         reversible.gpt2_blocks(model)
     assert len(reversible.gpt2_blocks(model.eval())) == 1
+
+
+def test_the_document_has_the_pages_and_names_what_is_not_measured(tmp_path):
+    page = tmp_path / "papers" / "layer" / "report.md"
+    page.parent.mkdir(parents=True)
+    page.write_text("# One layer\n\n![time](time.svg)\n", encoding="utf-8")
+    made = papers.in_docs("# Experiments\n\nAbout.\n\n## copy\n\nOld.\n", tmp_path)
+    assert made.startswith("# Experiments\n\nAbout.\n\n## copy\n\nNot measured yet: `python bench/papers.py copy ")
+    assert "## One layer\n\n![time](../reports/papers/layer/time.svg)\n" in made
+    assert "Old." not in made

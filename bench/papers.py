@@ -136,11 +136,11 @@ SIZES = {
     "small": Size(
         copier=Model(1, 64, 4, 64),
         length=32,
-        heads=(1, 16),
+        heads=(4, 16),
         batch=32,
         rate=6e-3,
         every=20,
-        most=600,
+        most=1500,
         seeds=2,
         tested=4096,
         cluster=8,

@@ -23,12 +23,12 @@ from approx.evaluation import record
 from approx.patterns import figures, find_pattern, pattern_names
 from approx.patterns.study import draw
 from approx.publishing.report import write_report
-from bench import calibration, cpu_page, defaults, estimates, gpu_page, growth, offline, pages
+from bench import calibration, cpu_page, defaults, estimates, gpu_page, growth, offline, pages, papers
 from reports import clustered_paper, long_documents, reliability, tables
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "reports"
-# Benchmarks with one record, by its folder; those of CPUs have one a processor.
+# Benchmarks with one record, by its folder; those of CPUs have one a processor, those of papers one an experiment.
 BENCHMARKS = {
     "calibration": calibration.report,
     "defaults": defaults.report,
@@ -37,11 +37,17 @@ BENCHMARKS = {
     "growth": growth.report,
     "kernels": offline.report,
     **{folder.name: cpu_page.report for folder in tables.processors(RECORDS)},
+    **{
+        f"papers/{name}": report
+        for name, (_, report) in papers.EXPERIMENTS.items()
+        if (RECORDS / "papers" / name / pages.RECORD).is_file()
+    },
 }
 # Documents with tables in them.
 DOCUMENTS = {
     ROOT / "README.md": tables.in_readme,
     ROOT / "docs" / "healing.md": tables.in_healing,
+    ROOT / "docs" / "papers.md": papers.in_docs,
     ROOT / "docs" / "search.md": tables.in_search,
     ROOT / "docs" / "speed.md": tables.in_speed,
 }

@@ -205,7 +205,6 @@ def make(model: Model, contender: Contender, *, positions: int, words: int, seed
         attn_pdrop=0.0,
         bos_token_id=words - 1,
         eos_token_id=words - 1,
-        attn_implementation="sdpa",
     )
     made = GPT2LMHeadModel(config)
     if contender.mechanism is not None:
@@ -328,7 +327,8 @@ class _Room(DynamicLayer):
 def roomy(model: Any, room: int) -> DynamicCache:
     """A KV cache of layers with room for all tokens."""
     cache = DynamicCache()
-    cache.layers = [_Room(room) for _ in range(model.config.n_layer)]
+    layers: list[Any] = [_Room(room) for _ in range(model.config.n_layer)]
+    cache.layers = layers
     return cache
 
 
@@ -627,7 +627,7 @@ def generation_report(made: dict[str, Any], output: Path) -> str:
     size = made["sizes"]
     text = (
         f"GPT-2s of {_shape(size['painter'])}, random weights, on one thread: {size['rounds']} interleaved rounds, all contenders by turns of {TURN} "
-        "pixels, the median of each turn; in brackets the ratios of the rounds. *With room* is a cache allocated for the whole image, in "
+        "pixels, the median of each turn; in brackets the ratios of whole rounds, with their disturbed turns. *With room* is a cache allocated for the whole image, in "
         f"place of the one of transformers, which grows by copying. Stateless attention is timed at {len(STATELESS) + 1} lengths and integrated."
     )
     return _page("Images, pixel by pixel", text, table(head, rows), made)

@@ -134,6 +134,7 @@ def test_an_entry_holds_each_figure_under_its_own_name():
         "verdict": "inconclusive",
         "approximated": {"examples": 5, "tokens": 0.25, "pairs": 0.5},
         "rare": pytest.approx(1 - 0.025**0.05),
+        "carried": None,
         "slices": [
             {"from": 0, "to": 16, "examples": 8, "base": 1.0, "converted": 0.875},
             {"from": 16, "to": 32, "examples": 12, "base": pytest.approx(11 / 12), "converted": pytest.approx(11 / 12)},

@@ -47,12 +47,14 @@ def test_every_cell_of_a_table_of_quality_holds_its_own_figure(record):
                 "tone": "even",
                 "approximated": "25 % of inputs, 30 % of pairs",
                 "more": [],
+                "worst": [],
             }
         ],
         "adjusted": True,
         "slices": [],
         "sliced_by": "tokens",
         "slice_metric": "f1",
+        "carried": [],
     }
 
 

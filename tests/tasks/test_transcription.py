@@ -8,7 +8,7 @@ import torch
 
 from approx import api
 from approx.checkpoints import checkpoint
-from approx.cli.figures import quality_table
+from approx.cli.figures import quality_tables
 from approx.errors import Exit
 from approx.evaluation.evaluate import Subject, evaluate, predict, prepare
 from approx.evaluation.options import EvaluateOptions
@@ -123,7 +123,7 @@ def test_notes_resampled_and_skipped_recordings_next_to_the_score(data, tmp_path
     entry = evaluate({"exact": Subject("exact", recogniser(), speech_processor(tmp_path))}, TASK, data=data)
     note = "8 examples, a subset; resampled to 16,000 Hz from 8,000: 1; 8 rows read, 1 skipped (recordings without a transcript: 1)"
     assert entry.rows == Rows(read=8, skipped={"recordings without a transcript": 1})
-    assert note in str(quality_table(entry).title)
+    assert note in str(quality_tables(entry)[0].title)
 
 
 def test_half_precision_reads_the_same_recordings(data, tmp_path):

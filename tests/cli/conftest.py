@@ -40,7 +40,8 @@ def check_parses(line: str) -> None:
         commands.append([]) if word == "&&" else commands[-1].append(word)
     for program, name, *words in commands:
         assert program == "approx"
-        found = get_command(app).get_command(None, name)
+        group: Any = get_command(app)
+        found = group.get_command(None, name)
         assert found is not None, f"there is no command {name}"
         found.make_context(name, words)
 

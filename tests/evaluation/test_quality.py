@@ -212,7 +212,7 @@ def test_the_worst_examples_are_those_that_were_lost_in_words_and_at_most_ten():
 def test_the_worst_examples_of_losses_have_no_predictions_but_scores_and_the_stretch_as_input():
     inputs = [{"text": "a fine film. a bad film.", "start": 12 * row, "end": 12 * row + 12} for row in range(2)]
     losses = [[{"loss": loss, "count": 4, "places": {"1": [loss, 4]}} for loss in both] for both in ((8, 8), (12, 10))]
-    first, second = worst("lm", [12, 12], *losses, inputs)
+    first, second = worst("lm", [12, 12], losses[0], losses[1], inputs)
     assert (first.input, second.input) == ("a fine film.", "a bad film.")
     assert (first.target, first.base, first.converted) == ("", "", "")
     assert known(first.base_score) < known(second.converted_score) < known(first.converted_score)

@@ -1,5 +1,7 @@
 """Example inputs: the requested size, valid tokens, and padding like a tokenizer's."""
 
+from typing import Any
+
 import pytest
 import torch
 import transformers
@@ -54,7 +56,7 @@ def test_spectrograms_have_the_layout_and_the_frames_that_the_model_takes(archit
 
 
 def test_moonshine_makes_as_many_positions_of_its_sound_as_asked():
-    kind = transformers.MoonshineModel
+    kind: Any = transformers.MoonshineModel
     model = kind(kind.config_class(hidden_size=32, encoder_num_hidden_layers=1, decoder_num_hidden_layers=1)).eval()
     inputs = example_inputs(model, 9)
     assert model(**inputs).encoder_last_hidden_state.shape[1] == 9

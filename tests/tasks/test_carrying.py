@@ -228,7 +228,9 @@ def test_refuses_what_a_model_cannot_carry(tmp_path):
     assert "allowed is one of recompute, flush, segments, state" in refusal(gpt2(), Exit.USAGE, carry="all")
     assert "none with carry=flush" in refusal(gpt2(), Exit.USAGE, carry="flush", stride=3)
     assert "none with carry=state" in refusal(gpt2(), Exit.USAGE, carry="state", window=3)
-    encoder = _seeded(BertLMHeadModel, BertConfig(**SIZE, vocab_size=len(WORDS), max_position_embeddings=64))
+    encoder = _seeded(
+        BertLMHeadModel, BertConfig.from_dict({**SIZE, "vocab_size": len(WORDS), "max_position_embeddings": 64})
+    )
     assert "needs a causal model" in refusal(encoder, carry="segments")
 
 

@@ -155,7 +155,10 @@ def test_the_margin_of_a_language_model_is_a_share_of_its_loss(margin, verdict):
     said = [{"loss": 20.0 + row % 3, "count": 8, "places": {"1": [20.0, 8]}} for row in range(30)]
     worse = [one | {"loss": one["loss"] * 1.3} for one in said]
     allowed = BitsPerByte.acceptable(margin, BitsPerByte.value(said, labels))
-    examples = [Example(str(row), {"text": "A text of that many bytes.", "start": 0, "end": 26}, label) for row, label in enumerate(labels)]
+    examples = [
+        Example(str(row), {"text": "A text of that many bytes.", "start": 0, "end": 26}, label)
+        for row, label in enumerate(labels)
+    ]
     entry = compare(open_task("lm"), examples, labels, {"exact": said, "worse": worse}, margin=allowed, seed=0)
     assert 0 < entry.variants[0].difference < 1
     assert entry.variants[0].verdict == verdict

@@ -8,7 +8,7 @@ from approx.mechanisms.mechanism import HeadGroups, Mechanism
 from approx.planning.anatomy import Anatomy, Site
 from approx.planning.plan import parse_heads
 from approx.planning.rule import Rule
-from approx_kernels.ops.fastest.api import WINDOW_FROM
+from approx.seam.windows import WINDOW_FROM
 from approx_kernels.ops.near_keys.reference import reach
 
 

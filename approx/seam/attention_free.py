@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-from approx.seam.dispatch import OWN_KEYWORDS, attention, key_mask
+from approx.seam.dispatch import OWN_KEYWORDS
 from approx.seam.internals import under_implementation
+from approx.seam.windows import attention, key_mask
 
 _FREE = "approx_attention_free"
 

@@ -13,8 +13,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +21,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import (
-    bidirectional_mask_function,
-    causal_mask_function,
-    sdpa_mask,
-    sliding_window_bidirectional_mask_function,
-    sliding_window_causal_mask_function,
-)
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 from approx.errors import ApproxError, Exit
 from approx.mechanisms.mechanism import MECHANISMS, HeadGroups, Mechanism
@@ -42,7 +35,7 @@ from approx.seam.decode_cache import (
     wants_weights,
 )
 from approx.seam.internals import implementation_of, under_implementation
-from approx_kernels.ops.fastest.api import layer_attention, window_attention
+from approx_kernels.ops.fastest.api import layer_attention
 from approx_kernels.runtime.pytorch import capturing, changes, unreadable
 from approx_kernels.tokens import beside, sharing
 
@@ -54,17 +47,6 @@ TOKENS = "approx_tokens"
 OWN_KEYWORDS = ("softcap", "s_aux", "position_bias")
 # Read once per decoding step from the mask that all layers share: slots in use, and whether all of these are real.
 _READ = WeakTensorKeyDictionary()
-# SDPA's masks of layers with a sliding window of their own -> the window that they stand for.
-_WINDOWS = WeakTensorKeyDictionary()
-
-
-class _Window(NamedTuple):
-    """What a mask of a sliding window says: the keys seen on either side, and which are real, [B, S] or None for all."""
-
-    version: int | None
-    left: int
-    right: int
-    real: Tensor | None
 
 
 def key_mask(
@@ -82,8 +64,7 @@ def key_mask(
     Returns:
         [B, S] bool, True = real token; None when every key is real. For a static cache with free slots, the columns in
         use, or for a single query SDPA's row [B, 1, 1, slots], whose shape is the same at every step; see `in_use`.
-        SDPA's 4-D mask for anything that is neither plainly causal nor plainly bidirectional; of a family's sliding window
-        it is noted what it stands for, so that its layers compute no more than the window.
+        SDPA's 4-D mask for anything that is neither plainly causal nor plainly bidirectional.
 
     Raises:
         ApproxError: if the mask has fewer columns than there are tokens.
@@ -101,7 +82,7 @@ def key_mask(
             f"Pass the mask of all tokens at every step, here {seen} columns."
         )
     if not plain or seen > kv_length or (seen < kv_length and (q_length == 1 or seen < 0)):
-        mask = sdpa_mask(
+        return sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
             kv_length=kv_length,
@@ -110,10 +91,6 @@ def key_mask(
             attention_mask=attention_mask,
             **{**kwargs, "q_offset": q_offset, "allow_is_causal_skip": False},
         )
-        whole = q_length == kv_length and type(q_offset) is type(kv_offset) is int and q_offset == kv_offset == 0
-        if whole and not plain and mask is not None and not unreadable(mask):
-            _note_window(mask, mask_function, kwargs.get("local_size"), attention_mask)
-        return mask
     if seen < kv_length:
         real = (
             torch.ones(batch_size, seen, dtype=torch.bool)
@@ -130,37 +107,6 @@ def key_mask(
     if not unreadable(real) and not captured and bool(real.all()):
         return None
     return real
-
-
-def _note_window(mask: Tensor, mask_function: Any, size: int | None, attention_mask: Tensor | None) -> None:
-    if size is None or (attention_mask is not None and attention_mask.shape[1] != mask.shape[-1]):
-        return
-    if _alike(mask_function, sliding_window_causal_mask_function(size)):
-        left, right = size - 1, 0
-    elif _alike(mask_function, sliding_window_bidirectional_mask_function(size)):
-        left = right = size
-    else:
-        return
-    real = None if attention_mask is None else attention_mask.bool().to(mask.device)
-    _WINDOWS[mask] = _Window(changes(mask), left, right, None if real is None or bool(real.all()) else real)
-
-
-def _alike(one: Any, other: Any) -> bool:
-    """Whether two mask functions are the same code over the same values; packed or other masks are combined with more."""
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return len(one) == len(other) and all(map(_alike, one, other))
-    if isinstance(one, FunctionType) and isinstance(other, FunctionType):
-        cells = [tuple(cell.cell_contents for cell in each.__closure__ or ()) for each in (one, other)]
-        return one is other or (one.__code__ is other.__code__ and _alike(*cells))
-    return type(one) is type(other) is int and one == other
-
-
-def _window(mask: Tensor | None) -> _Window | None:
-    # Whatever changes the mask or takes a part of it leaves the mask as it is.
-    if mask is None or mask.dim() != 4 or unreadable(mask):
-        return None
-    known = _WINDOWS.get(mask)
-    return known if known is not None and known.version == changes(mask) else None
 
 
 def is_causal(module: Any, kwargs: dict[str, Any]) -> bool:
@@ -327,12 +273,6 @@ def attention(
     if mechanism is None or attends_exactly(mechanism, keys, attention_mask):
         if not (weighs or own) and (attention_mask is None or attention_mask.dim() == 2):
             out = layer_attention(query, key, value, attention_mask, causal=causal, scale=scale, dropout=dropout)
-            return out.transpose(1, 2).contiguous(), None
-        window = _window(attention_mask)
-        if window is not None and not (weighs or own):
-            assert attention_mask is not None
-            seen: dict[str, Any] = {"left": window.left, "right": window.right}
-            out = window_attention(query, key, value, attention_mask, window.real, **seen, scale=scale, dropout=dropout)
             return out.transpose(1, 2).contiguous(), None
         mask = dense_mask(attention_mask, causal, query, key, always=weighs or own)
         if own:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from approx.mechanisms.mechanism import HeadGroups, Mechanism
-from approx.seam.dispatch import TOKENS, attends_exactly, attention, in_use, is_causal, key_mask, switch
+from approx.seam.dispatch import TOKENS, attends_exactly, in_use, is_causal, switch
 from approx.seam.internals import implementation_of, temporary_attention, under_implementation
+from approx.seam.windows import attention, key_mask
 from approx_kernels.tokens import heads_of
 
 

@@ -15,10 +15,9 @@ from approx.inspection import inspect
 from approx.planning.anatomy import anatomy
 from approx.planning.cost import predict
 from approx.planning.plan import Plan
-from approx.seam import dispatch
+from approx.seam import windows as own_windows
 from approx.seam.attention_free import attention_free
 from approx.seam.dispatch import fastest_exact
-from approx_kernels.ops.fastest import api as fastest
 from approx_kernels.ops.patterns.api import local_attention
 from decoders import assert_same, decoder, generated, prompts, rule
 from zoo import difference, error_of, exact_plan, outputs, tiny
@@ -176,7 +175,7 @@ def test_sliding_layers_compute_their_window_alone_and_the_same_result(architect
         windows.append(left + right)
         return local_attention(*args, left=left, right=right, **kwargs)
 
-    monkeypatch.setattr(fastest, "local_attention", counted)
+    monkeypatch.setattr(own_windows, "local_attention", counted)
     for form in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):
         windows.clear()
         with form:
@@ -193,9 +192,13 @@ def test_sliding_layers_compute_their_window_alone_and_the_same_result(architect
 def test_a_mask_that_says_more_than_a_window_is_obeyed(monkeypatch):
     model = tiny("Qwen2ForCausalLM", **MIXED["Qwen2ForCausalLM"][0] | {"max_position_embeddings": 512})
     ids = torch.randint(5, 90, (1, 600))
-    monkeypatch.setattr(
-        fastest, "local_attention", lambda *args, **kwargs: pytest.fail("the window alone was computed")
-    )
+
+    def refused(*args: Any, **kwargs: Any) -> torch.Tensor:
+        raise RuntimeError("the window alone was computed")
+
+    monkeypatch.setattr(own_windows, "local_attention", refused)
+    with torch.no_grad(), fastest_exact(model), pytest.raises(RuntimeError, match="the window alone"):
+        model(ids)
     # Two texts in one row.
     packed = {"input_ids": ids, "position_ids": torch.arange(300).repeat(2)[None], "use_cache": False}
     with torch.no_grad():
@@ -204,19 +207,27 @@ def test_a_mask_that_says_more_than_a_window_is_obeyed(monkeypatch):
             assert difference([model(**packed).logits], [expected]) < 1e-5
 
 
-def test_a_mask_changed_after_it_was_made_is_obeyed():
-    mask = dispatch.key_mask(
+def test_a_mask_changed_after_it_was_made_is_obeyed(monkeypatch):
+    alone: list[int] = []
+
+    def counted(*args: Any, left: int, **kwargs: Any) -> torch.Tensor:
+        alone.append(left)
+        return local_attention(*args, left=left, **kwargs)
+
+    monkeypatch.setattr(own_windows, "local_attention", counted)
+    mask = own_windows.key_mask(
         1, 300, 300, mask_function=sliding_window_causal_mask_function(8), local_size=8, device="cpu"
     )
     assert mask is not None
     q, k, v = torch.randn(3, 1, 2, 300, 16).unbind()
     module = torch.nn.Module()
-    windowed, _ = dispatch.attention(module, q, k, v, mask)
+    windowed, _ = own_windows.attention(module, q, k, v, mask)
     assert difference([windowed], [F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2)]) < 1e-5
     mask[:, :, 100:, 90:100] = False
-    changed, _ = dispatch.attention(module, q, k, v, mask)
+    changed, _ = own_windows.attention(module, q, k, v, mask)
     assert difference([changed], [F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2)]) < 1e-5
     assert difference([changed], [windowed]) > 1e-3
+    assert alone == [7]
 
 
 def test_the_cost_of_a_long_input_counts_windows_and_not_all_pairs():

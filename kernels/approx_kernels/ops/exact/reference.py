@@ -55,22 +55,6 @@ def exact_attention(
 fastest_attention = layer_attention = exact_attention
 
 
-def window_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor,
-    key_mask: Tensor | None = None,
-    *,
-    left: int,
-    right: int,
-    scale: float,
-    dropout: float = 0.0,
-) -> Tensor:
-    """SDPA under `mask`, [B or 1, 1, L, S] bool, which says the same as the other arguments."""
-    return sdpa(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=sharing(q, k) > 1)
-
-
 def flash_attention(
     q: Tensor,
     k: Tensor,

@@ -13,6 +13,7 @@ from approx_kernels.ops.exact_part.cpu import (
     runs_in_one_pass,
 )
 from approx_kernels.ops.exact_part.delta import delta_by_fla, delta_in_c, fla_obstacle
+from approx_kernels.ops.exact_part.exported import linear_in_blocks, runs_in_blocks
 from approx_kernels.ops.exact_part.pairs import LONGEST, performer_of_pairs
 from approx_kernels.ops.exact_part.reference import (
     LEAST_NORM,
@@ -108,6 +109,8 @@ def linear_and_exact(
     check_shapes(q, k, v, key_mask)
     check_exactly(exactly, k, dropout)
     _check_linear(q, far, exactly.causal)
+    if runs_in_blocks(q, k, exactly, far):
+        return linear_in_blocks(q, k, v, key_mask, exactly, far, dropout)
     run = choose("linear_and_exact", impl, _obstacles(q, v, far))
     if run == "fla":
         attend = _linear_by_fla(q)

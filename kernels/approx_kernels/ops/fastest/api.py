@@ -8,16 +8,10 @@ from approx_kernels.dispatch.implementation import choose, took
 from approx_kernels.dispatch.opaque import attend_opaquely, description, exact_is_one_operator, register_kind
 from approx_kernels.ops.exact.api import exact_attention
 from approx_kernels.ops.exact.cpu import chunks_obstacle
-from approx_kernels.ops.exact.reference import window_attention as masked_attention
 from approx_kernels.ops.fastest.choice import case_of, chosen
 from approx_kernels.ops.fastest.ways import DEFAULT, OWN
-from approx_kernels.ops.key_lists.cpu import obstacle
-from approx_kernels.ops.patterns.api import local_attention
 from approx_kernels.runtime.pytorch import capturing, in_autocast, needs_pytorch
 from approx_kernels.tokens import check_form, check_shapes
-
-# Compiled C gains nothing from a window in shorter inputs.
-WINDOW_FROM = 256
 
 
 def fastest_attention(
@@ -85,43 +79,6 @@ def layer_attention(
         text = _described(q.shape[1], q.shape[3], causal, q.shape[3] ** -0.5)
         return attend_opaquely(q, k, v, key_mask, None, [], text, False, 0.0)
     return fastest_attention(q, k, v, key_mask, causal=causal, scale=scale, dropout=dropout)
-
-
-def window_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor,
-    key_mask: Tensor | None = None,
-    *,
-    left: int,
-    right: int,
-    scale: float,
-    dropout: float = 0.0,
-) -> Tensor:
-    """Attention of a layer with a sliding window of its own: compiled C computes the window alone, SDPA all pairs.
-
-    On one core C took less than half the time from 512 tokens on, and more below 256. Other devices run SDPA.
-
-    Args:
-        q: [B, H, L, D].
-        k: [B, G, L, D].
-        v: [B, G, L, E].
-        mask: [B or 1, 1, L, L] bool: what `key_mask`, `left` and `right` say together.
-        key_mask: [B, L] bool, True at real keys; None when all are real.
-        left: Keys seen before a query's own position.
-        right: Keys seen after it.
-        scale: Factor of the scores.
-        dropout: Probability of dropping an attention weight.
-
-    Returns:
-        [B, H, L, E]; rows of queries that see no key are undefined.
-    """
-    length = k.shape[2]
-    few = length >= WINDOW_FROM and left + right + 1 < length
-    if few and q.device.type == "cpu" and obstacle(q) is None and not needs_pytorch(q, k, v):
-        return local_attention(q, k, v, key_mask, left=left, right=right, scale=scale, dropout=dropout)
-    return masked_attention(q, k, v, mask, key_mask, left=left, right=right, scale=scale, dropout=dropout)
 
 
 @assume_constant_result

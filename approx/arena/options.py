@@ -72,7 +72,7 @@ SIZES: dict[SizeName, dict[TaskName, Size]] = {
         "pathfinder-128": Size(16_384, 160_000, 20_000, 62_000, 64, **_FULL),
     },
 }
-"""`tiny` takes seconds, `small` up to half an hour a task on two cores, `full` has the paper's lengths and needs a GPU."""
+"""`tiny` takes seconds, `small` about half an hour a task on two cores by estimate, `full` has the paper's lengths and needs a GPU."""
 
 
 class ArenaStage(Model):
@@ -83,7 +83,7 @@ class ArenaStage(Model):
         mechanisms: Mechanisms, separated by commas; `approx mechanisms` lists them. Exact attention is always trained too, as
             the control.
         seeds: Trainings of each mechanism, which differ in first weights, order of examples and the mechanism's own seed.
-        size: Lengths, examples, steps and encoder: tiny (seconds), small (up to half an hour a task on two cores) or full (the
+        size: Lengths, examples, steps and encoder: tiny (seconds), small (about half an hour a task on two cores, by estimate) or full (the
             paper's lengths, for a GPU). The next options change single values.
         length: Symbols of an input at most, in listops, text and retrieval.
         examples: Training examples.

@@ -60,7 +60,7 @@ class Arena(SequenceClassification):
         self, data: Path | None = None, split: str | None = None, limit: int | None = None, *, streaming: bool = False
     ) -> Split:
         """Examples come from `material`."""
-        raise NotImplementedError
+        raise NotImplementedError("A task of the arena has no files of its own: see `material`.")
 
     def encode(self, example: Example, processor: Any, max_length: int | None = None) -> list[Encoding]:
         """The tokens: a first one, and one for each symbol."""

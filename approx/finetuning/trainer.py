@@ -693,7 +693,7 @@ def _fitting(mask: Tensor | None, hidden: Tensor) -> Tensor | None:
     return mask[:, :, None].float()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Phase:
     """One mode with its settings.
 
@@ -724,19 +724,19 @@ class Phase:
     trained: list[str]
     steps: int
     batch_size: int
-    accumulate: int
+    accumulate: int = 1
     learning_rate: float
     mechanism_learning_rate: float
-    seconds: float
-    evaluate_every: int | None
+    seconds: float = math.inf
+    evaluate_every: int | None = None
     warm_up: float
-    schedule: str
+    schedule: str = "cosine"
     weight_decay: float
-    patience: int | None
-    penalty: float
-    recompute: bool
-    bfloat16: bool
-    report_to: str | None
+    patience: int | None = None
+    penalty: float = 0.0
+    recompute: bool = False
+    bfloat16: bool = False
+    report_to: str | None = None
     seed: int
 
 

@@ -728,11 +728,11 @@ def _why_exact(record: Record, advices: list[Advice]) -> str:
     if not lost:
         return f"{wrong[0].name}: {wrong[0].reason}"
     _, one, task, entry = min(lost, key=lambda found: found[0])
-    least = "it" if len(wrong) == 1 else f"the least loss is that of {one.name}, which"
-    what = f"{one.name} is faster" if len(wrong) == 1 else f"all {len(wrong)} variants that were scored lose too much"
-    return (
-        f"{what}, but {least} {wording.loss(entry, task)} on {task.task} at a margin of {wording.margin(entry, task)}"
-    )
+    loses = f"{wording.loss(entry, task)} on {task.task} at a margin of {wording.margin(entry, task)}"
+    if len(wrong) > 1:
+        return f"all {len(wrong)} variants that were scored lose too much; the least loss is that of {one.name}, which {loses}"
+    faster = any(standing(row, variant_of(row.variants, one.name)) in PAYS for row in record.speed)
+    return f"{one.name} is faster, but it {loses}" if faster else f"{one.name} {loses}"
 
 
 def _open(record: Record, name: str) -> Tested | None:

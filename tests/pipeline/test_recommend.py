@@ -146,7 +146,7 @@ def test_stays_exact_where_what_is_faster_loses_too_much(base, clock):
     clock.ratios = {"local 32": 2.0, "local 64": 2.0}
     found = asked(base, mechanisms=["local"], margin=1.0)
     assert found.answer.startswith(
-        "Stay exact: all 2 variants that were scored lose too much, but the least loss is that of local"
+        "Stay exact: all 2 variants that were scored lose too much; the least loss is that of local"
     )
     assert found.command.startswith(
         "approx search quickstart --task needle --set length=128 --budget 'loss<=1' --length 128"

@@ -945,7 +945,9 @@ def _trained(
     model.eval()
     after = None if prepared.measure.value is None else prepared.measure.value()
     helped = any(outcome.best_step for outcome in outcomes) if outcomes else None
-    if after is not None and begun.start is not None and _worse(prepared, after, begun.start):
+    # Spans that a penalty asks for are worth a loss of score.
+    penalised = any(phase.penalty for phase in prepared.phases)
+    if not penalised and after is not None and begun.start is not None and _worse(prepared, after, begun.start):
         # What lowers the loss of a layer need not raise the score of the model.
         _restore(folder / _START, model)
         after, helped = begun.start, False

@@ -507,7 +507,8 @@ def _supervised(read: trainer.TrainingData, model: Any, options: FinetuneStage) 
         raise ApproxError(
             f"--recompute computes layers again without the cache that carry={carry} needs. Leave one of them out."
         )
-    return Segments(Carried(model, carry, read.encodings[0]["window"], read.encodings[0]["stride"]))
+    first = read.encodings[0]
+    return Segments(Carried(model, carry, first["window"], first["stride"], first["sinks"]))
 
 
 # Share of the memory for kept logits.

@@ -1,7 +1,9 @@
 """How a decoder reads a text that is longer than its window: what it keeps of the tokens before.
 
 Source: `segments` is the memory of Dai et al., 2019, "Transformer-XL: Attentive Language Models beyond a Fixed-Length
-Context", arXiv 1901.02860; departs from it in keeping keys and values, not hidden states, and the model's own positions.
+Context", arXiv 1901.02860; departs from it in keeping keys and values, not hidden states, in the model's own positions,
+and in keeping first tokens as well, after Xiao et al., 2023, "Efficient Streaming Language Models with Attention
+Sinks", arXiv 2309.17453.
 """
 
 from __future__ import annotations
@@ -29,11 +31,12 @@ class Carried:
 
     - `recompute`: the last `window - 1 - stride` tokens, which are read again; needs no cache.
     - `flush`: keys and values, until the window is full; then nothing.
-    - `segments`: keys and values of the last `window - stride` tokens, without gradient.
+    - `segments`: keys and values of `window - stride` tokens, without gradient: of the first ones of the text, to which
+      models give the weight that they have left over, and of the last ones.
     - `state`: whatever the model's cache keeps: of a converted model rings and recurrent states, of others all keys.
 
     Rotary positions stay within those the model has: keys that are kept are rotated back when the end is reached, which
-    changes no distance. A position table is read in turn, so that a token keeps the row it was read with.
+    changes no distance but that to the first tokens. A position table is read in turn, so that a token keeps the row it was read with.
 
     Args:
         model: A causal model of transformers.
@@ -41,13 +44,15 @@ class Carried:
         window: Tokens that attention sees at most; of `recompute` the last is predicted, as in transformers' own loop.
             `state` has none.
         stride: Tokens read at a time; of `segments` those that are not kept.
+        sinks: First tokens that `segments` keeps, s.
 
     Raises:
         ApproxError: if the model cannot carry this.
     """
 
-    def __init__(self, model: Any, carry: str, window: int, stride: int) -> None:
+    def __init__(self, model: Any, carry: str, window: int, stride: int, sinks: int = 0) -> None:
         self._model, self.carry, self._window = model, carry, window
+        self._sinks = sinks if carry == "segments" else 0
         self._known = set(inspect.signature(model.forward).parameters)
         # `cache` from transformers 5.24 on, `past_key_values` before.
         self._keyword = next((name for name in ("cache", "past_key_values") if name in self._known), None)
@@ -155,21 +160,25 @@ class Carried:
         return {"position_ids": places[None]}
 
     def _keep(self, count: int) -> None:
-        """Keep the last tokens, and let no gradient reach them."""
+        """Keep the first and the last tokens, and let no gradient reach them."""
+        last = count - self._sinks
         for layer in self._cache.layers:
             layer.keys, layer.values = (
-                x.detach() if x.shape[-2] <= count else x[..., -count:, :].detach().clone()
+                x.detach()
+                if x.shape[-2] <= count
+                else torch.cat([x[..., : self._sinks, :], x[..., x.shape[-2] - last :, :]], -2).detach()
                 for x in (layer.keys, layer.values)
             )
         self._held = min(self._held, count)
 
     def _turn_back(self, count: int) -> None:
-        """Rotate the kept keys to the first positions if the next tokens would reach beyond the last."""
+        """Rotate the kept keys to the first positions, after the sinks, if the next tokens would reach beyond the last."""
         back = self._place - self._held
         if not back or not self._positions or self._place + count <= self._positions:
             return
         for layer in self._cache.layers:
-            layer.keys = rotated(self._rotary, layer.keys, -back, self._halves)
+            sinks, later = layer.keys[..., : self._sinks, :], layer.keys[..., self._sinks :, :]
+            layer.keys = torch.cat([sinks, rotated(self._rotary, later, -back, self._halves)], -2)
         self._place = self._held
 
     def _check(self) -> None:
@@ -277,7 +286,7 @@ def losses_in_order(model: Any, pieces: Sequence[Encoding], carry: str) -> Itera
     Raises:
         ApproxError: if the model cannot carry this, or the text is longer than it allows.
     """
-    carried = Carried(model, carry, pieces[0]["window"], pieces[0]["stride"])
+    carried = Carried(model, carry, pieces[0]["window"], pieces[0]["stride"], pieces[0]["sinks"])
     before, *_ = pieces[0]["input_ids"]
     tokens = torch.tensor([[before, *(token for one in pieces for token in one["input_ids"][-one["scored"] :])]])
     length, read = tokens.shape[1], 0

@@ -24,6 +24,8 @@ CARRIES = ("recompute", "flush", "segments", "state")
 """What a model may keep from one segment of a text to the next."""
 # Tokens that a model with a state reads at a time.
 _READ = 512
+# First tokens that are kept with segments, as many as Xiao et al. 2023, arXiv 2309.17453, keep.
+_SINKS = 4
 
 
 class LanguageModelling(Text):
@@ -41,8 +43,10 @@ class LanguageModelling(Text):
         join: Whether the rows of a table are the lines of one text, as in Salesforce/wikitext, so that context reaches
             over them.
         carry: Read a text in order, and keep between its segments: `recompute` the tokens of a window, `flush` nothing
-            from one window to the next, `segments` the keys and values of the last `window - stride` tokens, `state` what
-            the model's cache keeps. None scores windows side by side, as `recompute` does.
+            from one window to the next, `segments` the keys and values of `window - stride` tokens, `state` what the
+            model's cache keeps. None scores windows side by side, as `recompute` does.
+        sinks: Of these tokens of `segments`, those that are the first of the text; the others are the last ones. None uses
+            4, or half of them where they are fewer than 8.
 
     Raises:
         ApproxError: if a setting is out of range.
@@ -64,6 +68,7 @@ class LanguageModelling(Text):
         join: bool = False,
         bucket: int | None = None,
         carry: str | None = None,
+        sinks: int | None = None,
     ) -> None:
         super().__init__(stretch, join)
         if carry not in (None, *CARRIES):
@@ -71,7 +76,10 @@ class LanguageModelling(Text):
         for unused, value, ways in (("stride", stride, ("flush",)), ("window", window, ("state",))):
             if value is not None and carry in ways:
                 raise wrong_setting(unused, value, f"none with carry={carry}, which has no {unused}", self.name)
+        if sinks is not None and carry != "segments":
+            raise wrong_setting("sinks", sinks, "none without carry=segments, which keeps first tokens", self.name)
         self.carry = carry
+        self._sinks = None if sinks is None else whole_setting(self.name, "sinks", sinks, 0)
         self._bucket = None if bucket is None else whole_setting(self.name, "bucket", bucket, 1)
         self._window = None if window is None else whole_setting(self.name, "window", window, 2)
         self._stride = None if stride is None else whole_setting(self.name, "stride", stride, 1, window and window - 1)
@@ -104,6 +112,10 @@ class LanguageModelling(Text):
         # Without a beginning-of-text token, the first token cannot be predicted.
         first = max(int(first), 1 - len(begun))
         if self.carry is not None:
+            kept = max(window - stride, 0)
+            sinks = min(_SINKS, kept // 2)
+            if self._sinks is not None:
+                sinks = whole_setting(self.name, "sinks", self._sinks, 0, kept - 1)
             room, last = (max_length or int(last) + 1) - 1, int(last)
             return [
                 {
@@ -113,6 +125,7 @@ class LanguageModelling(Text):
                     "begin": start + len(begun),
                     "window": window,
                     "stride": stride,
+                    "sinks": sinks,
                     "text": _digest(text),
                 }
                 for start in range(first, last, room)

@@ -60,12 +60,10 @@ def ids(count=150):
     return tiny_tokenizer()(TEXT, add_special_tokens=False, return_tensors="pt")["input_ids"][:, :count]
 
 
-def read_all(model, tokens, carry, window, stride, sizes=None):
-    carried = Carried(model, carry, window, stride)
+def read_all(model, tokens, carry, window, stride, sinks=0):
+    carried = Carried(model, carry, window, stride, sinks)
     with torch.inference_mode():
-        return torch.cat(
-            [carried.read(some) for some in tokens.split(sizes or [*carried.steps(tokens.shape[1])], 1)], 1
-        )
+        return torch.cat([carried.read(some) for some in tokens.split([*carried.steps(tokens.shape[1])], 1)], 1)
 
 
 def entry(model, tmp_path, **settings):
@@ -112,18 +110,19 @@ def test_a_text_within_one_segment_is_one_forward_pass(make, carry, window, stri
         torch.testing.assert_close(read_all(model, tokens, carry, window, stride), model(tokens).logits)
 
 
+@pytest.mark.parametrize("sinks", [0, 3, 15])
 @pytest.mark.parametrize("make", [gpt2, llama])
-def test_segments_see_the_last_keys_and_no_others(make):
+def test_segments_see_the_first_and_the_last_keys_and_no_others(make, sinks):
     """The memory is what a mask of the same shape lets through, layer by layer, of a model with as many positions."""
     model, tokens = make(256), ids()
     window, stride = 24, 8
     rows = torch.arange(150)
     segment = rows[:, None] // stride
-    seen = (rows <= rows[:, None]) & (rows >= segment * stride - (window - stride))
+    seen = (rows <= rows[:, None]) & ((rows >= segment * stride - (window - stride - sinks)) | (rows < sinks))
     mask = torch.zeros(150, 150).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
     with torch.inference_mode():
         expected = model(tokens, attention_mask=mask).logits
-    got = read_all(model, tokens, "segments", window, stride)
+    got = read_all(model, tokens, "segments", window, stride, sinks)
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -133,6 +132,19 @@ def test_positions_within_the_window_change_no_distance():
     long.load_state_dict(short.state_dict())
     near, far = (read_all(model, ids(), "segments", 24, 8) for model in (short, long))
     torch.testing.assert_close(near, far, rtol=1e-4, atol=1e-4)
+
+
+def test_first_tokens_stay_where_they_are_when_others_are_rotated_back():
+    """Positions after the turn are those of a text without the tokens in between."""
+    # In one layer, kept keys depend on their own token alone.
+    model, tokens = llama(24), ids(32)
+    del model.model.layers[1:]
+    model.config.num_hidden_layers = 1
+    carried = Carried(model, "segments", 24, 8, sinks=3)
+    with torch.inference_mode():
+        *_, got = [carried.read(some) for some in tokens.split(8, 1)]
+        expected = model(torch.cat([tokens[:, :3], tokens[:, 11:]], 1), use_cache=False).logits[:, -8:]
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_part_of_a_head_may_be_rotated():
@@ -227,6 +239,10 @@ def test_refuses_what_a_model_cannot_carry(tmp_path):
     )
     assert "allowed is one of recompute, flush, segments, state" in refusal(gpt2(), Exit.USAGE, carry="all")
     assert "none with carry=flush" in refusal(gpt2(), Exit.USAGE, carry="flush", stride=3)
+    assert "none without carry=segments" in refusal(gpt2(), Exit.USAGE, carry="flush", sinks=3)
+    assert "allowed is a whole number from 0 to 15" in refusal(
+        gpt2(), Exit.USAGE, carry="segments", window=24, stride=8, sinks=16
+    )
     assert "none with carry=state" in refusal(gpt2(), Exit.USAGE, carry="state", window=3)
     encoder = _seeded(
         BertLMHeadModel, BertConfig.from_dict({**SIZE, "vocab_size": len(WORDS), "max_position_embeddings": 64})

@@ -44,7 +44,13 @@ def quality_table(task: Quality) -> dict[str, Any]:
             "needed": wording.needed(entry, task),
             "tone": wording.tone(entry),
             "approximated": wording.approximated(entry, task),
-            "worst": [_worst(one, task) for one in entry.worst],
+            "worst": [
+                shown
+                for one in entry.worst
+                # Some are worse by rounding alone.
+                if (shown := _worst(one, task))
+                and (shown["base"], shown["base_score"]) != (shown["converted"], shown["converted_score"])
+            ],
             "more": [row for row in (_ablated(entry, task), _over_seeds(entry, task)) if row],
         }
         for entry in task.variants

@@ -102,6 +102,20 @@ def test_speeds_that_are_not_settled_have_no_empty_plot(record):
     assert "Speed relative to exact attention" not in shown
 
 
+def test_examples_that_differ_by_rounding_are_not_shown_as_lost_and_empty_columns_are_left_out(record):
+    alike = {"id": "e1", "input": "by rounding", "target": "", "base": "", "converted": ""}
+    alike |= {"base_score": 0.5, "converted_score": 0.5 - 1e-9}
+    for entry in record["quality"][0]["variants"]:
+        entry["worst"] = [alike]
+    assert "loses most" not in report.html([record_of(record)]) + report.markdown([record_of(record)])
+    for entry in record["quality"][0]["variants"]:
+        entry["worst"] = [alike | {"input": "lost", "converted_score": 0.25}, alike]
+    html, markdown = report.html([record_of(record)]), report.markdown([record_of(record)])
+    assert "by rounding" not in html + markdown
+    assert "| lost | 50.00 % | 25.00 % |" in markdown
+    assert 'data-label="target">' not in html
+
+
 def test_the_worst_examples_of_the_chosen_variant_are_shown_as_text(record):
     lost = {"id": "e1", "input": "<img src=x> | a *film*", "target": "<b>", "base": "positive", "converted": "negative"}
     lost |= {"base_score": 1.0, "converted_score": 0.0}

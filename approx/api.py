@@ -219,6 +219,7 @@ def evaluate(
     seed: int = 0,
     device: str = "auto",
     dtype: str = "auto",
+    quantize: str | None = None,
     offline: bool = False,
     merge_adapter: bool = False,
     runtime: str | None = None,
@@ -243,6 +244,7 @@ def evaluate(
         seed: Seed of the bootstrap.
         device: `auto`, `cpu` or `cuda`.
         dtype: `auto` or the name of a torch dtype.
+        quantize: `int8` for weights in 8 bits in all models, by torchao on the CPU; loaded models are copied for it.
         offline: Whether to use only local files and the hub's cache.
         merge_adapter: Whether a PEFT adapter next to the weights, or one named by its folder, is merged into them.
         runtime: What runs exported programs, `onnxruntime` or `openvino`; None for the usual one of their formats.
@@ -262,7 +264,16 @@ def evaluate(
     # Mistakes in the task must show before weights are loaded.
     task_of(stage)
     opened = open_pair(
-        model, against, device, dtype, offline, processor, merge_adapter=merge_adapter, runtime=runtime, beside=beside
+        model,
+        against,
+        device,
+        dtype,
+        offline,
+        processor,
+        quantize=quantize,
+        merge_adapter=merge_adapter,
+        runtime=runtime,
+        beside=beside,
     )
     label = label_of(model)
     if stage.seeds > 1 and len(opened) == 1:
@@ -296,6 +307,7 @@ def bench(
     seed: int = 0,
     device: str = "auto",
     dtype: str = "auto",
+    quantize: str | None = None,
     offline: bool = False,
     merge_adapter: bool = False,
     runtime: str | None = None,
@@ -318,6 +330,7 @@ def bench(
         seed: Seed of the inputs and the bootstrap.
         device: `auto`, `cpu` or `cuda`.
         dtype: `auto` or the name of a torch dtype.
+        quantize: `int8` for weights in 8 bits in all models, by torchao on the CPU; loaded models are copied for it.
         offline: Whether to use only local files and the hub's cache.
         merge_adapter: Whether a PEFT adapter next to the weights, or one named by its folder, is merged into them.
         runtime: What runs exported programs, `onnxruntime` or `openvino`; None for the usual one of their formats.
@@ -350,6 +363,7 @@ def bench(
         offline,
         processor,
         reads=texts is not None,
+        quantize=quantize,
         merge_adapter=merge_adapter,
         runtime=runtime,
         beside=beside,

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr
 
 from approx import yaml_text
 from approx.errors import ApproxError, did_you_mean, shown
-from approx.evaluation.options import BASE, CEILING, BenchStage, Device, Dtype, EvaluateStage
+from approx.evaluation.options import BASE, CEILING, BenchStage, Device, Dtype, EvaluateStage, Quantize
 from approx.finetuning.options import HealStage
 from approx.planning.rule import Rules
 from approx.pushing.options import PushStage
@@ -37,6 +37,8 @@ class Study(Model):
         seed: Seed of all random choices.
         device: `auto`, `cpu` or `cuda`.
         dtype: `auto` (the checkpoint's own), `float32`, `bfloat16` or `float16`.
+        quantize: `int8` to evaluate and time all models with 8-bit weights, by torchao on the CPU; searches and trainings use the
+            float weights.
     """
 
     title: str
@@ -57,6 +59,7 @@ class Study(Model):
     seed: Annotated[int, Field(ge=0)] = 0
     device: Device = "auto"
     dtype: Dtype = "auto"
+    quantize: Quantize | None = None
     _text: str = PrivateAttr("")
     _mistakes: tuple[str, ...] = PrivateAttr(())
     _places: dict[tuple[Any, ...], str] = PrivateAttr(default_factory=dict)

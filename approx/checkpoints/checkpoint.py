@@ -659,12 +659,15 @@ class Checkpoint:
         model: The model, in evaluation mode.
         weights_sha256: Hash of the weight files that were loaded, in order, and of the files of a merged adapter.
         notes: Messages for the user, e.g. about a newly initialised task head.
+        runtime: What runs it, with versions and the precision of the weights, such as `onnxruntime 1.32.0, int8`; None for PyTorch
+            alone with weights in the model's dtype.
     """
 
     source: Source
     model: Any
     weights_sha256: str
     notes: list[str] = field(default_factory=list)
+    runtime: str | None = None
 
 
 def locate(

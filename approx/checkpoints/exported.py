@@ -3,7 +3,10 @@
 import copy
 import functools
 import hashlib
-from collections.abc import Callable
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -41,6 +44,19 @@ class Session:
     runtime: str
     inputs: list[str]
     run: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence what exporters and quantisers say of parts that are deprecated, and of steps that could come before theirs."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
 
 
 def refuse_missing(*packages: str, what: str, extra: str) -> None:
@@ -286,7 +302,7 @@ def load(name: str | Path, *, runtime: str | None = None, dtype: str = "auto", d
     model = ExportedModel.of(source, opened, report.get("quantize") or "float32")
     files = [path, *(source.folder / data for data in _DATA if (source.folder / data).is_file())]
     digest = hashlib.sha256("".join(map(sha256, files)).encode()).hexdigest()
-    return Checkpoint(source, model, digest)
+    return Checkpoint(source, model, digest, runtime=model.runtime)
 
 
 def first_line(error: Exception) -> str:

@@ -1,5 +1,6 @@
 """The command line: one short function per command, grouped as in `approx --help`."""
 
+import logging
 import os
 import signal
 
@@ -85,4 +86,7 @@ def main() -> None:
     """Entry point of the `approx` command; SIGTERM, as of a scheduler, ends it as Ctrl-C does."""
     open_streams()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # transformers imports torchao wherever it is installed, which then warns of its own parts for GPUs and of PyTorch's changes.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     app()

@@ -191,6 +191,13 @@ Dtype = Annotated[
     str,
     typer.Option(help="auto (the checkpoint's own), float32, bfloat16 or float16.", rich_help_panel=_MACHINE),
 ]
+Quantize = Annotated[
+    str | None,
+    typer.Option(
+        help="int8: round the weights of all models to 8 bits, by torchao on the CPU. Default: their own.",
+        rich_help_panel=_MACHINE,
+    ),
+]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of all random choices.", rich_help_panel=_MACHINE)]
 
 ReportTo = Annotated[

@@ -5,9 +5,8 @@ import json
 import logging
 import shutil
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -21,7 +20,7 @@ from torch.export import Dim, ExportedProgram
 from approx.checkpoints import checkpoint, exported, families, foreign
 from approx.checkpoints.atomic_folder import atomic_folder, refuse_existing, refuse_overlap, refuse_unwritable
 from approx.checkpoints.checkpoint import EXPORTED
-from approx.checkpoints.exported import FILES, RUNTIMES, first_line, refuse_missing
+from approx.checkpoints.exported import FILES, RUNTIMES, first_line, quiet, refuse_missing
 from approx.conversion import decoding
 from approx.conversion.calibration import evaluating
 from approx.conversion.convert import copy_companions, forget_code
@@ -155,7 +154,7 @@ def export(
         evaluating(model),
         torch.inference_mode(False),
         torch.no_grad(),
-        _quiet(),
+        quiet(),
         atomic_folder(out, force=force) as folder,
     ):
         progress("tracing")
@@ -512,16 +511,3 @@ def _compare(model: Any, run: Run, batch: int, length: int, first: decoding.Firs
         if name == "logits" and right.shape[-1] > 1:
             alike = (found.argmax(-1) == right.argmax(-1)).flatten().tolist()
     return _Comparison(max(errors), alike, squares)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence what exporters and quantisers say of parts that are deprecated, and of steps that could come before theirs."""
-    disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(disabled)

@@ -414,7 +414,10 @@ def predict(
     parts_by_batch = agree(ledger.read() if ledger else {})
     waiting = [number for number in range(len(prepared.batches)) if number not in parts_by_batch]
     done = sum(len(prepared.batches[number]) for number in parts_by_batch)
-    model, was_training = subject.model.to(device), subject.model.training
+    model, was_training = subject.model, subject.model.training
+    if model.device != torch.device(device):
+        # Quantised weights cannot be moved under inference mode, not even to where they are.
+        model = model.to(device)
     model.eval()
     try:
         for number in waiting[rank::world]:

@@ -11,8 +11,9 @@ BASE, CEILING = "exact", "attention-free"
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-CHOICES = {"device": get_args(Device), "dtype": get_args(Dtype)}
-"""The devices and dtypes that measurements run on."""
+Quantize = Literal["int8"]
+CHOICES = {"device": get_args(Device), "dtype": get_args(Dtype), "quantize": get_args(Quantize)}
+"""The devices and dtypes that measurements run on, and the precisions that they round weights to."""
 
 
 class EvaluateOptions(Model):

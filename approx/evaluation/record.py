@@ -132,7 +132,7 @@ class Speed(Written):
 
     Attributes:
         device: `cpu` or `cuda`.
-        dtype: Dtype that the models compute in.
+        dtype: Dtype that the models compute in, `float32 with int8 weights` of quantised ones.
         threads: Threads of torch.
         batch: Sequences per call.
         length: Tokens per sequence; of the prompt in the mode `generate`.
@@ -220,7 +220,7 @@ class Crossover(Written):
     Attributes:
         name: Name of the variant.
         batch: Sequences per call.
-        dtype: Dtype that the models compute in.
+        dtype: Dtype that the models compute in, `float32 with int8 weights` of quantised ones.
         device: `cpu` or `cuda`.
         mode: What is timed: `forward` or `generate`.
         length: First length from which on the ratio interval is above 1; null if there is none.
@@ -397,7 +397,8 @@ class Checkpoint(Written):
         parameters: Number of parameters.
         layers: Number of layers with self-attention.
         positions: Maximum number of positions; null if unlimited.
-        runtime: What runs it, if it is an exported program, and the precision of its weights; null for PyTorch.
+        runtime: What runs it, if it is an exported program or was quantised, and the precision of its weights; null for PyTorch
+            alone.
     """
 
     name: str
@@ -440,7 +441,8 @@ class Variant(Written):
         verified: Whether its conversion passed its checks.
         receipt: Receipt of the conversion (see `approx.checkpoints.history`), or null.
         weights_sha256: Hash of its weights; older records lack it.
-        runtime: What runs it, if it is an exported program, and the precision of its weights; null for PyTorch.
+        runtime: What runs it, if it is an exported program or was quantised, and the precision of its weights; null for PyTorch
+            alone.
     """
 
     name: str

@@ -36,6 +36,7 @@ from approx.evaluation.record import Layer, Quality, RecipeText, Record, Speed, 
 from approx.evaluation.timing import image_inputs, sound_inputs, text_inputs, written_inputs
 from approx.measuring.prediction import Continued, Predicted, compare, continued, decoders
 from approx.measuring.products import products_for
+from approx.measuring.quantised import quantise, refuse_quantising
 from approx.planning import anatomy, positions
 from approx.planning.plan import described
 from approx.planning.positions import example_inputs, samples
@@ -125,7 +126,7 @@ def variant_of(label: str, one: Checkpoint) -> Variant:
         verified=_runs_exported(one) or not one.source.converted or (receipt is not None and receipt.verified),
         receipt=None if receipt is None else receipt.model_dump(mode="json"),
         weights_sha256=one.weights_sha256,
-        runtime=_runtime(one),
+        runtime=one.runtime,
     )
 
 
@@ -133,8 +134,8 @@ def _runs_exported(one: Checkpoint) -> bool:
     return isinstance(one.model, ExportedModel)
 
 
-def _runtime(one: Checkpoint) -> str | None:
-    return one.model.runtime if _runs_exported(one) else None
+def _is_quantised(one: Checkpoint) -> bool:
+    return one.runtime is not None and not _runs_exported(one)
 
 
 def _members(one: Checkpoint, path: str) -> list[Any]:
@@ -243,7 +244,7 @@ def identity(opened: Checkpoint) -> str:
     config = {key: value for key, value in model.config.to_dict().items() if key != "_name_or_path"}
     generation = getattr(model, "generation_config", None)
     ways = None if generation is None else generation.to_dict()
-    versions = (_runtime(opened) or torch.__version__, transformers.__version__, code())
+    versions = (opened.runtime or torch.__version__, transformers.__version__, code())
     return fingerprint(type(model).__name__, opened.weights_sha256, config, ways, str(model.dtype), versions)
 
 
@@ -326,15 +327,19 @@ def open_all(
     device: str,
     dtype: str,
     *,
+    quantize: str | None = None,
     revision: str | None = None,
     offline: bool = False,
     merge_adapter: bool = False,
 ) -> dict[str, checkpoint.Checkpoint]:
-    """Load several checkpoints onto one device.
+    """Load several checkpoints onto one device; `quantize` rounds their weights, see `quantised.quantise`.
 
     Raises:
-        ApproxError: if the device or dtype is not available, or a checkpoint cannot be loaded.
+        ApproxError: if the device or dtype is not available, or a checkpoint cannot be loaded or rounded.
     """
+    if quantize is not None:
+        refuse_quantising(quantize, device)
+        device = "cpu"
     device = choose_device(device)
     _check_choice("dtype", dtype)
     opened = {
@@ -349,7 +354,7 @@ def open_all(
             "The checkpoint is stored in %s, for which this processor has no instructions: --dtype float32 is faster.",
             " and ".join(sorted(halves)),
         )
-    return opened
+    return opened if quantize is None else {label: quantise(one, quantize) for label, one in opened.items()}
 
 
 def under_exact_attention(converted: checkpoint.Checkpoint) -> checkpoint.Checkpoint:
@@ -423,6 +428,7 @@ def measure_quality(
             progress=lambda done, total: progress(f"evaluate {stage.task}", done, total),
         )
     notes = [*entry.notes, *(["fast float32 products"] if stage.fast_products else [])]
+    notes += [f"runs in {opened[BASE].runtime}"] if _is_quantised(opened[BASE]) else []
     return entry.model_copy(update={"notes": notes, "settings": stage.settings, "fast_products": stage.fast_products})
 
 
@@ -461,7 +467,7 @@ def measure_speed(
             stage,
             make_inputs=input_maker(base, source, texts, seed),
             device=base.device,
-            dtype=base.dtype,
+            dtype=_computes_in(opened[BASE]),
             seed=seed,
             chosen_in=chosen_in,
             progress=lambda done, total, what: progress(f"bench {what}".strip(), done, total),
@@ -480,6 +486,11 @@ def _refuse_exported(opened: Mapping[str, Checkpoint], options: Mapping[str, boo
             "passes alone. Leave it out, or use the checkpoint that was exported.",
             Exit.UNSUPPORTED,
         )
+
+
+def _computes_in(one: Checkpoint) -> str:
+    dtype = str(one.model.dtype).removeprefix("torch.")
+    return f"{dtype} with int8 weights" if _is_quantised(one) else dtype
 
 
 def forwards(models: Mapping[str, Any]) -> list[Contender]:
@@ -540,7 +551,7 @@ def make_record(
             parameters=facts.parameters,
             layers=len(facts.sites),
             positions=facts.positions,
-            runtime=_runtime(base[1]),
+            runtime=base[1].runtime,
         ),
         variants=[variant_of(label, one) for label, one in variants],
         quality=over_tasks(quality),
@@ -614,6 +625,7 @@ def open_pair(
     processor: Any = None,
     *,
     reads: bool = True,
+    quantize: str | None = None,
     merge_adapter: bool = False,
     runtime: str | None = None,
     beside: Sequence[str] = (),
@@ -629,6 +641,7 @@ def open_pair(
         offline: Whether to use only local files and the hub's cache.
         processor: The tokenizer or processor of a loaded model, or the folder that holds it.
         reads: Whether loaded models will read inputs, which takes a processor.
+        quantize: `int8` rounds the weights of all models; loaded ones are copied before.
         merge_adapter: Whether a PEFT adapter next to the weights, or one named by its folder, is merged into them.
         runtime: What runs exported programs; None for the usual runtime of their formats.
         beside: Further models to compare with the base.
@@ -637,14 +650,22 @@ def open_pair(
         `exact` -> the base, then the label of the model -> the model, and the same of those beside it.
 
     Raises:
-        ApproxError: if one cannot be loaded, the base is converted, or two have one label.
+        ApproxError: if one cannot be loaded or rounded, the base is converted, or two have one label.
     """
     names = [name for name in (model, against, *beside) if isinstance(name, str)]
-    if runtime is not None and not any(map(exported.is_exported, names)):
+    programs = [name for name in names if exported.is_exported(name)]
+    if runtime is not None and not programs:
         raise ApproxError(
             f"--runtime {runtime} runs exported programs, but {' and '.join(names) or 'the model'} "
             f"{'are' if len(names) > 1 else 'is'} none. Export it first, or leave --runtime out."
         )
+    if quantize is not None and programs:
+        raise ApproxError(
+            f"--quantize rounds models in PyTorch, but {programs[0]} is an exported program, whose precision its export chose. "
+            f"Leave it out, or export the checkpoint with --quantize {quantize}."
+        )
+    if quantize is not None:
+        refuse_quantising(quantize, device)
     if beside and against is None:
         raise ApproxError("--beside needs a base for all models. Name it with --against.")
     if twice := {
@@ -656,13 +677,14 @@ def open_pair(
 
     def opened(label: str, one: str | Any) -> checkpoint.Checkpoint:
         if not isinstance(one, str):
-            return in_memory(one, processor, offline=offline, reads=reads)
+            loaded = in_memory(one, processor, offline=offline, reads=reads)
+            return loaded if quantize is None else quantise(_on_cpu(loaded), quantize)
         if exported.is_exported(one):
             return exported.load(one, runtime=runtime, dtype=dtype, device=device)
-        return open_all({label: one}, on, dtype, offline=offline, merge_adapter=merge_adapter)[label]
+        return open_all({label: one}, on, dtype, quantize=quantize, offline=offline, merge_adapter=merge_adapter)[label]
 
     # Compared with a program, every model runs on the CPU.
-    on = "cpu" if device == "auto" and any(map(exported.is_exported, names)) else device
+    on = "cpu" if device == "auto" and programs else device
     base, label = opened(BASE, model if against is None else against), label_of(model)
     if base.source.converted:
         if against is not None:
@@ -674,11 +696,16 @@ def open_pair(
                 f"{base.source.name} is an exported program, from which exact attention cannot be restored. Name its base with "
                 "--against: the export of the exact checkpoint."
             )
-        copied = base if isinstance(model, str) else replace(base, model=copy.deepcopy(model))
+        copied = base if isinstance(model, str) else replace(base, model=copy.deepcopy(base.model))
         base = under_exact_attention(copied)
     elif against is None:
         return {BASE: base}
     return {BASE: base, label: opened(label, model), **{label_of(one): opened(label_of(one), one) for one in beside}}
+
+
+def _on_cpu(loaded: Checkpoint) -> Checkpoint:
+    """A copy of a model of the user's on the CPU, which may be changed."""
+    return replace(loaded, model=copy.deepcopy(loaded.model).cpu())
 
 
 def with_extended_base(opened: Mapping[str, checkpoint.Checkpoint]) -> tuple[dict[str, checkpoint.Checkpoint], str]:

@@ -41,6 +41,7 @@ from approx.measuring.measure import (
     task_of,
 )
 from approx.measuring.products import refuse
+from approx.measuring.quantised import refuse_quantising
 from approx.pipeline.store import Here, Outcome, Stage, Store, complete, stage_key
 from approx.planning.anatomy import Anatomy, anatomy
 from approx.planning.plan import Plan
@@ -203,6 +204,8 @@ def check(recipe: Recipe, *, offline: bool) -> dict[str, Plan]:
                 errors += _at(recipe.at("variants", name) + f"Variant '{name}': ", error)
     try:
         device = choose_device(recipe.device)
+        if recipe.quantize is not None:
+            refuse_quantising(recipe.quantize, recipe.device)
         if any(stage.fast_products for stage in (*recipe.evaluate, *recipe.bench)):
             refuse(device, "float32" if recipe.dtype == "auto" else recipe.dtype)
     except ApproxError as error:
@@ -400,7 +403,8 @@ class Study:
         for label, name in names.items():
             if name not in self._opened:
                 where = self._where if label == BASE else {}
-                self._opened |= open_all({name: name}, self.asked.device, self.asked.dtype, **where)
+                asked = self.asked
+                self._opened |= open_all({name: name}, asked.device, asked.dtype, quantize=asked.quantize, **where)
         return {label: self._opened[name] for label, name in names.items()}
 
     def close(self) -> None:
@@ -419,11 +423,15 @@ class Study:
             ApproxError: if a search finds nothing (exit code 7).
         """
         plans = {}
+        # Models are converted and timed in float weights, also where the results are measured in int8.
+        base = self.open()[BASE]
+        if self.asked.quantize is not None:
+            base = open_all({BASE: self.checkpoint}, self.asked.device, self.asked.dtype, **self._where)[BASE]
         for name, asked in searches.items():
             file = out / f"{slug(name)}.yaml"
             if not file.is_file():
                 found = search(
-                    self.open()[BASE],
+                    base,
                     asked,
                     file,
                     folder=folder_of(file),

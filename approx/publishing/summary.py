@@ -29,7 +29,7 @@ _MACHINE = ("processor", "cores", "threads", "gpu", "platform", "python", "torch
 def joined(records: Sequence[Record]) -> list[Record]:
     """Join records of the same models, where they can stand in one section.
 
-    Models are the same if their weights and plans are, whatever their names.
+    Models are the same if their weights, their plans and what runs them are, whatever their names.
 
     Raises:
         ApproxError: if a record is there twice.
@@ -69,7 +69,7 @@ def hindrance(one: Record, other: Record) -> str | None:
         return "they give one name to different models"
     if (one.checkpoint.family, one.checkpoint.layers) != (other.checkpoint.family, other.checkpoint.layers):
         return "their bases differ"
-    bases = one.checkpoint.weights_sha256, other.checkpoint.weights_sha256
+    bases = [(record.checkpoint.weights_sha256, record.checkpoint.runtime) for record in (one, other)]
     if one.quality and other.quality and bases[0] != bases[1]:
         return "their scores are compared with different bases"
     if twice := {_examples(task) for task in one.quality} & {_examples(task) for task in other.quality}:
@@ -82,7 +82,7 @@ def hindrance(one: Record, other: Record) -> str | None:
 
 
 def same_models(one: Record, other: Record) -> dict[str, str]:
-    """Names of the models of `other` -> those of `one`, for models with the same weights and plan."""
+    """Names of the models of `other` -> those of `one`, for models with the same weights, in the same precision, and plan."""
     known = {_model(variant, one): variant.name for variant in one.variants}
     return {variant.name: known[key] for variant in other.variants if (key := _model(variant, other)) in known}
 
@@ -93,7 +93,7 @@ def same_machine(one: Record, other: Record) -> bool:
 
 
 def _model(variant: Variant, record: Record) -> str:
-    return _weights(variant, record) + _plan(variant)
+    return f"{_weights(variant, record)} {variant.runtime} {_plan(variant)}"
 
 
 def _weights(variant: Variant, record: Record) -> str:
@@ -111,6 +111,9 @@ def _no_model(one: Record, other: Record) -> str:
         return "one of them has no converted model"
     plans = [{_plan(variant) for variant in record.variants} for record in (one, other)]
     weights = [{_weights(variant, record) for variant in record.variants} for record in (one, other)]
+    if plans[0] & plans[1] and weights[0] & weights[1]:
+        runs = [{variant.runtime or "PyTorch" for variant in record.variants} for record in (one, other)]
+        return f"their models run in {' and '.join(sorted(runs[0]))}, and in {' and '.join(sorted(runs[1]))}"
     if plans[0] & plans[1]:
         return "their models have the same plan, but not the same weights"
     if weights[0] & weights[1]:

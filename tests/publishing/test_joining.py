@@ -53,6 +53,10 @@ def _plan(speed: dict[str, Any]) -> None:
     speed["variants"] = [variant | {"layers": layers} for variant in speed["variants"]]
 
 
+def _runtime(speed: dict[str, Any]) -> None:
+    speed["variants"] = [variant | {"runtime": "onnxruntime 1.32.0, int8"} for variant in speed["variants"]]
+
+
 def _base(speed: dict[str, Any]) -> None:
     speed["checkpoint"] = speed["checkpoint"] | {"layers": 99}
 
@@ -62,6 +66,7 @@ def _base(speed: dict[str, Any]) -> None:
     [
         (_weights, "the same plan, but not the same weights"),
         (_plan, "the same weights, but not the same plan"),
+        (_runtime, "run in PyTorch, and in onnxruntime 1.32.0, int8"),
         (_base, "their bases differ"),
         (lambda speed: speed.update(variants=[]), "no converted model"),
     ],

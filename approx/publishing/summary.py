@@ -112,8 +112,8 @@ def _no_model(one: Record, other: Record) -> str:
     plans = [{_plan(variant) for variant in record.variants} for record in (one, other)]
     weights = [{_weights(variant, record) for variant in record.variants} for record in (one, other)]
     if plans[0] & plans[1] and weights[0] & weights[1]:
-        runs = [{variant.runtime or "PyTorch" for variant in record.variants} for record in (one, other)]
-        return f"their models run in {' and '.join(sorted(runs[0]))}, and in {' and '.join(sorted(runs[1]))}"
+        runs = [sorted({variant.runtime or "PyTorch" for variant in record.variants}) for record in (one, other)]
+        return f"their models run in {', and in '.join(sorted(map(' and '.join, runs)))}"
     if plans[0] & plans[1]:
         return "their models have the same plan, but not the same weights"
     if weights[0] & weights[1]:

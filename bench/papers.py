@@ -1,18 +1,20 @@
-"""The figures of the linear-transformer paper with the mechanisms of this project, small: a command for each experiment.
+"""The experiments of papers with the mechanisms of this project, small: a command for each experiment.
 
     python bench/papers.py copy -o reports/papers
     python bench/papers.py convergence -o reports/papers
     python bench/papers.py generation -o reports/papers
     python bench/papers.py layer -o reports/papers
     python bench/papers.py reversible -o reports/papers
+    python bench/papers.py modes -o reports/papers
 
-Models are GPT-2s of transformers with random weights, converted in memory; those of `copy` and `convergence` are trained here from
-scratch, and each training is shared by both. Everything runs on one thread of a CPU, and times are CPU seconds, since other programs
+Models are GPT-2s of transformers with random weights, converted in memory; those of `copy` and `convergence`, which share their
+trainings, and of `modes` are trained here from scratch. Everything runs on one thread of a CPU, and times are CPU seconds, since other programs
 hardly change them. Each result is kept in `parts/` as soon as it is measured, so that the same command continues after a stop.
 Writes `record.json`, `report.md` and pictures into a folder of the experiment; `--redraw` rebuilds the last two.
 
 Source: Katharopoulos, Vyas, Pappas, Fleuret, 2020, Transformers are RNNs, arXiv 2006.16236; the reversible blocks are those of
-Kitaev, Kaiser, Levskaya, 2020, Reformer, arXiv 2001.04451.
+Kitaev, Kaiser, Levskaya, 2020, Reformer, arXiv 2001.04451, and the residual block and its recomputation those of Child, Gray,
+Radford, Sutskever, 2019, Generating Long Sequences with Sparse Transformers, arXiv 1904.10509.
 """
 
 import argparse
@@ -22,6 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -33,6 +36,7 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import track
+from scipy.stats import t as student
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -45,6 +49,7 @@ from approx.evaluation.statistics import score_interval
 from approx.evaluation.timing import Neighbours, is_out_of_memory, memory_limit, peak_mb
 from approx.mechanisms import MECHANISMS
 from approx.planning.plan import Plan
+from approx.publishing.plots import colour_of
 from bench import reversible
 from bench.pages import PAGE, RECORD, figure, keep, line, stored, table, write_page, write_record
 
@@ -60,17 +65,60 @@ TURN = 49
 STATELESS = (0.125, 0.25, 0.5, 0.75, 1.0)
 # The loss that a picture still shows.
 LEAST_LOSS = 1e-4
+# The activation of sparse transformers, by its name in transformers.
+SPARSE = "quick_gelu"
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Model:
-    """A GPT-2: layers, size, heads, and size of its MLPs, four times the size if None."""
+    """A GPT-2.
+
+    Attributes:
+        layers: Its layers.
+        hidden: Its size.
+        heads: Its heads.
+        inner: Size of its MLPs; four times the size if None.
+        activation: Their activation. With `SPARSE`, x sigmoid(1.702 x), a layer is the residual block of sparse transformers,
+            whose last weights of attention and MLP, as in every GPT-2, begin smaller by 1 / sqrt(2 layers).
+        causal: Whether a token sees only those before it.
+        deviation: Standard deviation of its weights at first.
+    """
 
     layers: int
     hidden: int
     heads: int
     inner: int | None = None
+    activation: str = "gelu_new"
+    causal: bool = True
+    deviation: float = 0.02
+
+
+@dataclass(frozen=True)
+class Modes:
+    """How large the comparison of modes is.
+
+    Attributes:
+        model: The encoder.
+        length: Symbols to copy.
+        stride: Stride of all patterns. The distance of a symbol and its copy, length + 1, is no multiple of it, and larger.
+        summary: Columns of a summary.
+        batch: Sequences of a step.
+        every: Steps from one point of a curve to the next.
+        most: Steps after which a training ends in any case.
+        seeds: Trainings of each contender.
+        tested: Sequences of a test.
+    """
+
+    model: Model
+    length: int
+    stride: int
+    summary: int
+    batch: int
+    every: int
+    most: int
+    seeds: int
+    tested: int
 
 
 @dataclass(frozen=True)
@@ -94,6 +142,7 @@ class Size:
         layer: The model whose single layer is measured.
         lengths: Its tokens.
         depths: Layers of reversible models, with the size of the copier.
+        modes: The comparison of modes, with the same learning rate.
     """
 
     copier: Model
@@ -112,6 +161,7 @@ class Size:
     layer: Model
     lengths: tuple[int, ...]
     depths: tuple[int, ...]
+    modes: Modes
 
 
 SIZES = {
@@ -132,6 +182,17 @@ SIZES = {
         layer=Model(1, 16, 2),
         lengths=(16, 32),
         depths=(1, 3),
+        modes=Modes(
+            Model(2, 16, 2, activation=SPARSE, causal=False, deviation=0.1),
+            length=6,
+            stride=4,
+            summary=1,
+            batch=8,
+            every=5,
+            most=10,
+            seeds=2,
+            tested=16,
+        ),
     ),
     "small": Size(
         copier=Model(1, 64, 4, 64),
@@ -150,6 +211,17 @@ SIZES = {
         layer=Model(1, 64, 1),
         lengths=tuple(2**power for power in range(9, 15)),
         depths=(2, 4, 8, 16),
+        modes=Modes(
+            Model(2, 64, 4, 64, activation=SPARSE, causal=False, deviation=0.1),
+            length=24,
+            stride=7,
+            summary=2,
+            batch=16,
+            every=20,
+            most=240,
+            seeds=3,
+            tested=1024,
+        ),
     ),
     "paper": Size(
         copier=Model(4, 256, 8),
@@ -168,6 +240,17 @@ SIZES = {
         layer=Model(1, 512, 8),
         lengths=tuple(2**power for power in range(9, 17)),
         depths=(2, 4, 8, 16, 32),
+        modes=Modes(
+            Model(4, 256, 8, activation=SPARSE, causal=False, deviation=0.1),
+            length=512,
+            stride=32,
+            summary=8,
+            batch=32,
+            every=100,
+            most=10_000,
+            seeds=5,
+            tested=4096,
+        ),
     ),
 }
 
@@ -200,6 +283,9 @@ def make(model: Model, contender: Contender, *, positions: int, words: int, seed
         n_layer=model.layers,
         n_head=model.heads,
         n_inner=model.inner,
+        activation_function=model.activation,
+        is_causal=model.causal,
+        initializer_range=model.deviation,
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
@@ -207,12 +293,15 @@ def make(model: Model, contender: Contender, *, positions: int, words: int, seed
         eos_token_id=words - 1,
     )
     made = GPT2LMHeadModel(config)
+    for block in made.transformer.h:
+        # Masks follow the config, attention modules their own attribute.
+        block.attn.is_causal = model.causal
     if contender.mechanism is not None:
         convert(made, Plan.of(contender.mechanism, **contender.settings))
     return made
 
 
-def to_copy(size: Size, count: int, generator: torch.Generator) -> Tensor:
+def to_copy(size: Size | Modes, count: int, generator: torch.Generator) -> Tensor:
     """Random symbols, a separator, and the same symbols again, [count, 2 length + 1]."""
     symbols = torch.randint(SYMBOLS, (count, size.length), generator=generator)
     return torch.cat([symbols, torch.full((count, 1), SYMBOLS), symbols], 1)
@@ -225,30 +314,53 @@ def copied(size: Size, model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def train(size: Size, contender: Contender, heads: int, seed: int) -> dict[str, Any]:
-    """Train a model of so many heads to copy, until it does or `most` steps are over, and test it on new sequences.
+    """Train a model of so many heads to copy, see `taught`."""
+    shape = replace(size.copier, heads=heads)
+    model = make(shape, contender, positions=2 * size.length + 1, words=SYMBOLS + 1, seed=seed)
+
+    def answered(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        return copied(size, model, to_copy(size, count, generator))
+
+    return {"name": contender.name, "heads": heads, **taught(model, answered, size, size.rate, seed)}
+
+
+def taught(
+    model: Any,
+    answered: Callable[[int, torch.Generator], tuple[Tensor, Tensor]],
+    how: Size | Modes,
+    rate: float,
+    seed: int,
+) -> dict[str, Any]:
+    """Train a model until it is right or `most` steps are over, and test it on new sequences.
+
+    Args:
+        model: The model.
+        answered: From a number of sequences and a generator to the model's logits and the symbols wanted, the same number for each.
+        how: The batch, the steps and the number of tested sequences.
+        rate: The learning rate.
+        seed: Of the sequences.
 
     Returns:
         The curve, [[step, loss, share right, CPU seconds]], whose losses and shares are means over new sequences since the point
         before; and how many of the tested sequences have 0, 1, ... symbols right.
     """
-    shape = replace(size.copier, heads=heads)
-    model = make(shape, contender, positions=2 * size.length + 1, words=SYMBOLS + 1, seed=seed)
     generator = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=size.rate, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 50))
     curve: list[list[float]] = []
     seen: list[tuple[float, float]] = []
     begun = time.process_time()
-    for step in range(1, size.most + 1):
-        out, wanted = copied(size, model, to_copy(size, size.batch, generator))
+    for step in range(1, how.most + 1):
+        out, wanted = answered(how.batch, generator)
         loss = F.cross_entropy(out.flatten(0, 1), wanted.flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         schedule.step()
-        model.step_attention(step) if contender.mechanism else None
+        if hasattr(model, "step_attention"):
+            model.step_attention(step)
         seen.append((loss.item(), float((out.argmax(-1) == wanted).float().mean())))
-        if step % size.every == 0:
+        if step % how.every == 0:
             curve.append([step, *np.mean(seen, 0).tolist(), time.process_time() - begun])
             seen.clear()
             if all(share >= RIGHT for _, _, share, _ in curve[-2:]) and len(curve) > 1:
@@ -257,15 +369,13 @@ def train(size: Size, contender: Contender, heads: int, seed: int) -> dict[str, 
     test = torch.Generator().manual_seed(2**32 + seed)
     right: list[int] = []
     with torch.inference_mode():
-        for first in range(0, size.tested, size.batch):
-            out, wanted = copied(size, model, to_copy(size, min(size.batch, size.tested - first), test))
+        for first in range(0, how.tested, how.batch):
+            out, wanted = answered(min(how.batch, how.tested - first), test)
             right += (out.argmax(-1) == wanted).sum(1).tolist()
     return {
-        "name": contender.name,
-        "heads": heads,
         "seed": seed,
         "curve": curve,
-        "sequences_by_right": np.bincount(right, minlength=size.length + 1).tolist(),
+        "sequences_by_right": np.bincount(right, minlength=how.length + 1).tolist(),
     }
 
 
@@ -462,40 +572,141 @@ def layer(size: Size, folder: Path) -> dict[str, Any]:
 
 
 def backward(size: Size, contender: Contender, depth: int) -> dict[str, Any]:
-    """Bytes that autograd keeps and CPU seconds, with plain and with reversible blocks, and how far gradients differ in float64."""
-    shape = Model(depth, size.copier.hidden, size.copier.heads)
+    """Bytes that autograd keeps and CPU seconds of a step with every kind of block, and how far gradients differ in float64.
+
+    Recomputation is compared with plain blocks, reversible ones with their own form under ordinary autograd.
+    """
+    shape = Model(depth, size.copier.hidden, size.copier.heads, activation=SPARSE)
     model = make(shape, contender, positions=2 * size.length + 1, words=SYMBOLS + 1, seed=0)
     ids = to_copy(size, size.batch, torch.Generator().manual_seed(0))
-    kept, seconds = {}, {}
-    for name, run in _RUNS.items():
+    kept: dict[str, int] = {}
+    seconds: dict[str, list[float]] = {name: [] for name in _BLOCKS}
+    for name, logits in _BLOCKS.items():
         with reversible.held_by_autograd(model.parameters()) as held:
-            _loss(model, ids, run).backward()
+            _loss(logits(model, ids), ids).backward()
         kept[name] = held.peak
-        begun = time.process_time()
-        _loss(model, ids, run).backward()
-        seconds[name] = time.process_time() - begun
+    for _ in range(size.rounds):
+        for name, logits in _BLOCKS.items():
+            begun = time.process_time()
+            _loss(logits(model, ids), ids).backward()
+            seconds[name].append(time.process_time() - begun)
     model.double()
-    gradients = [torch.autograd.grad(_loss(model, ids, run), list(model.parameters())) for run in _RUNS.values()]
-    largest = max(float(each.abs().max()) for each in gradients[0])
-    differ = max(float((one - other).abs().max()) for one, other in zip(*gradients, strict=True)) / largest
-    return {"name": contender.name, "depth": depth, "kept": kept, "seconds": seconds, "difference": differ}
+    exact = {"recomputed": plain_logits, "reversible": partial(reversible.logits, run=reversible.plain)}
+    differences = {}
+    for name, ordinary in exact.items():
+        parameters = list(model.parameters())
+        gradients = []
+        for logits in (ordinary, _BLOCKS[name]):
+            # Recomputation of the reentrant kind works with `backward` alone.
+            model.zero_grad()
+            _loss(logits(model, ids), ids).backward()
+            gradients.append([each.grad for each in parameters])
+        largest = max(float(each.abs().max()) for each in gradients[0])
+        differ = max(float((one - other).abs().max()) for one, other in zip(*gradients, strict=True))
+        differences[name] = differ / largest
+    return {"name": contender.name, "depth": depth, "kept": kept, "seconds": seconds, "differences": differences}
 
 
-_RUNS = {"plain": reversible.plain, "reversible": reversible.reversible}
+def plain_logits(model: Any, ids: Tensor) -> Tensor:
+    """The logits of a GPT-2 with its own blocks."""
+    return model(ids, use_cache=False).logits
 
 
-def _loss(model: Any, ids: Tensor, run: Callable[..., Any]) -> Tensor:
-    return F.cross_entropy(reversible.logits(model, ids, run)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+def recomputed_logits(model: Any, ids: Tensor) -> Tensor:
+    """The same, if each block keeps its input alone and is computed again in the backward pass."""
+    # Of the two kinds, what is computed again in the reentrant one is counted by the hooks of autograd.
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    try:
+        return plain_logits(model.train(), ids)
+    finally:
+        model.gradient_checkpointing_disable()
+
+
+_BLOCKS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "plain": plain_logits,
+    "recomputed": recomputed_logits,
+    "reversible": partial(reversible.logits, run=reversible.reversible),
+}
+
+
+def _loss(logits: Tensor, ids: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
 def without_activations(size: Size, folder: Path) -> dict[str, Any]:
-    """Train one step with plain and with reversible blocks, at every depth."""
+    """Train one step with plain blocks, with recomputation, and with reversible blocks, at every depth."""
     todo = list(itertools.product((SOFTMAX, LINEAR), size.depths))
     rows = [
-        _kept(folder, f"reversible {one.name} {depth}", lambda c=one, d=depth: backward(size, c, d))
+        _kept(folder, f"blocks {one.name} {depth}", lambda c=one, d=depth: backward(size, c, d))
         for one, depth in track(todo, "measuring", console=Console(stderr=True))
     ]
     return {"rows": rows}
+
+
+STEPPED = ("strided", "fixed", "ltr", "rtl")
+MODES = ("merged", "interleave", "heads")
+
+
+def of_modes(size: Modes) -> list[Contender]:
+    """Softmax, and each pattern in its modes.
+
+    `interleave` and `heads` are there twice: with the settings of `merged`, where a query sees fewer keys, and with those that come
+    closest to as many keys as it sees in `merged`: a longer stride of `strided`, more columns in a summary of the others.
+    """
+    found = [SOFTMAX]
+    for name in STEPPED:
+        least = {"stride": size.stride} | ({} if name == "strided" else {"summary": size.summary})
+        knob, largest = ("stride", size.length) if name == "strided" else ("summary", size.stride)
+        for mode in MODES:
+            found.append(Contender(f"{name} {mode}", name, least | {"mode": mode}))
+        wanted = keys_seen(size, found[-3])
+        for mode in MODES[1:]:
+            wider = [
+                Contender(f"{name} {mode}, as many keys", name, least | {"mode": mode, knob: value})
+                for value in range(least[knob], largest + 1)
+            ]
+            found.append(min(wider, key=lambda one: abs(keys_seen(size, one) - wanted)))
+    return found
+
+
+def keys_seen(size: Modes, contender: Contender) -> float:
+    """Keys that a query sees, averaged over queries, heads and layers."""
+    length = 2 * size.length + 1
+    if contender.mechanism is None:
+        return float(length)
+    kind, shape = MECHANISMS[contender.mechanism], size.model
+    seen = []
+    for layer in range(shape.layers):
+        settings = kind.for_layer(dict(contender.settings), layer)
+        mechanism = kind(shape.heads, shape.hidden // shape.heads, causal=False, scale=1.0, **settings)
+        seen.append((1 - mechanism.approximated_pairs(length)) * length)
+    return statistics.fmean(seen)
+
+
+def encode(size: Size, contender: Contender, seed: int) -> dict[str, Any]:
+    """Train an encoder to write the symbols of the first half in place of the masks of the second, see `taught`."""
+    how = size.modes
+    model = make(how.model, contender, positions=2 * how.length + 1, words=SYMBOLS + 2, seed=seed)
+
+    def answered(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        ids = to_copy(how, count, generator)
+        wanted = ids[:, how.length + 1 :]
+        hidden = torch.cat([ids[:, : how.length + 1], torch.full_like(wanted, SYMBOLS + 1)], 1)
+        states = model.transformer(hidden, use_cache=False).last_hidden_state
+        return model.lm_head(states[:, how.length + 1 :]), wanted
+
+    made = {"name": contender.name, "mechanism": contender.mechanism, "settings": dict(contender.settings)}
+    return made | {"keys": keys_seen(how, contender), **taught(model, answered, how, size.rate, seed)}
+
+
+def modes(size: Size, folder: Path) -> dict[str, Any]:
+    """Train softmax and each pattern in its modes."""
+    todo = list(itertools.product(range(size.modes.seeds), of_modes(size.modes)))
+    made = [
+        _kept(folder, f"mode {one.name} {seed}", lambda c=one, s=seed: encode(size, c, s))
+        for seed, one in track(todo, "training", console=Console(stderr=True))
+    ]
+    return {"trainings": made}
 
 
 def _named(trainings: list[dict[str, Any]]) -> Iterator[tuple[str, int, list[dict[str, Any]]]]:
@@ -513,6 +724,11 @@ def accuracy(trainings: list[dict[str, Any]]) -> tuple[float, tuple[float, float
     interval = score_interval(lambda rows: float(right[rows].mean()), len(right), seed=0)
     assert interval is not None, "more than one sequence is tested"
     return float(right.mean()), interval, shares
+
+
+def _colour(name: str) -> str:
+    """The colour of an attention, that of its mechanism."""
+    return colour_of("full" if name == SOFTMAX.name else name)
 
 
 def _task(made: dict[str, Any]) -> str:
@@ -564,12 +780,12 @@ def convergence_report(made: dict[str, Any], output: Path) -> str:
     for name, column, label in (("steps", 0, "steps"), ("time", 3, "CPU seconds of one thread")):
         with figure(output / f"{name}.svg", (6, 3.2)) as axes:
             axes.set_yscale("log")
-            for number, (contender, _, trainings) in enumerate(_named(made["trainings"])):
+            for contender, _, trainings in _named(made["trainings"]):
                 for training in trainings:
                     points = [(point[column], max(point[1], LEAST_LOSS)) for point in training["curve"]]
                     axes.plot(
                         *zip(*points, strict=True),
-                        color=f"C{number}",
+                        color=_colour(contender),
                         lw=1,
                         label=contender if training["seed"] == 0 else None,
                     )
@@ -661,7 +877,7 @@ def layer_report(made: dict[str, Any], output: Path) -> str:
             axes.set_yscale("log")
             for number, name in enumerate(LAYERS):
                 found = {point["length"]: measure(row) for point in points if (row := point["rows"][name])["seconds"]}
-                line(axes, number, name, list(found.items()))
+                line(axes, number, name, list(found.items()), _colour(name))
                 rows.append(
                     [
                         name,
@@ -688,32 +904,166 @@ def layer_report(made: dict[str, Any], output: Path) -> str:
 
 
 def reversible_report(made: dict[str, Any], output: Path) -> str:
-    """The page of reversible blocks."""
-    head = [
-        "attention",
-        "layers",
-        "kept by plain blocks, MB",
-        "kept by reversible blocks, MB",
-        "time, plain = 1",
+    """The page of reversible blocks and recomputation."""
+    head = ["attention", "layers", "kept by plain blocks, MB", "with recomputation, MB", "by reversible blocks, MB"]
+    head += [
+        "time with recomputation, plain = 1",
+        "of reversible blocks",
         "gradients differ by",
+        "of reversible blocks by",
     ]
-    rows = [
-        [
-            row["name"],
-            f"{row['depth']}",
-            *(f"{row['kept'][name] / 1e6:.2f}" for name in _RUNS),
-            f"{row['seconds']['reversible'] / row['seconds']['plain']:.2f}",
-            f"{row['difference']:.0e}",
-        ]
-        for row in made["rows"]
-    ]
+    rows = []
+    for row in made["rows"]:
+        seconds = {name: statistics.median(row["seconds"][name]) for name in _BLOCKS}
+        rows.append(
+            [
+                row["name"],
+                f"{row['depth']}",
+                *(f"{row['kept'][name] / 1e6:.2f}" for name in _BLOCKS),
+                *(f"{seconds[name] / seconds['plain']:.2f}" for name in row["differences"]),
+                *(f"{difference:.0e}" for difference in row["differences"].values()),
+            ]
+        )
     size = made["sizes"]
     text = (
         f"A step of the copy task in GPT-2s of {size['copier']['heads']} heads of {size['copier']['hidden'] // size['copier']['heads']}, batch "
-        f"{size['batch']}, {2 * size['length'] + 1} tokens. *Kept* is the most that autograd holds for the backward pass at any time, without "
-        "parameters. Gradients differ in float64 by the largest difference over the largest gradient. Times are single steps."
+        f"{size['batch']}, {2 * size['length'] + 1} tokens. Plain blocks are those of sparse transformers; recomputation is transformers' "
+        "`gradient_checkpointing_enable`, by which each block keeps its input alone; reversible blocks keep nothing. *Kept* is the most that "
+        "autograd holds for the backward pass at any time, without parameters. Gradients differ in float64 by the largest difference over "
+        "the largest gradient: from those of plain blocks, and for reversible blocks from those of their own form under ordinary autograd. "
+        f"Times are medians of {size['rounds']} interleaved steps."
     )
-    return _page("Reversible blocks", text, table(head, rows), made)
+    return _page("Reversible blocks and recomputation", text, table(head, rows), made)
+
+
+def over_seeds(values: Sequence[float]) -> tuple[float, float, float]:
+    """Mean of one value for each seed, and its 95 % interval by Student's t: each was tested on other sequences, so it covers these too."""
+    mean, count = statistics.fmean(values), len(values)
+    half = float(student.ppf(0.975, count - 1)) * statistics.stdev(values) / count**0.5
+    return mean, mean - half, mean + half
+
+
+def _shares(trainings: list[dict[str, Any]]) -> list[float]:
+    """Percent of symbols right in each training."""
+    return [100 * share for share in accuracy(trainings)[2]]
+
+
+def modes_report(made: dict[str, Any], output: Path) -> str:
+    """The page of modes: each beside its cost, their differences, and share right against keys."""
+    cells: dict[str, list[dict[str, Any]]] = {}
+    for training in made["trainings"]:
+        cells.setdefault(training["name"], []).append(training)
+    head = [
+        "attention",
+        "keys a query sees",
+        "symbols right, %",
+        "95 % interval",
+        "each seed",
+        "steps to 99 %",
+        "CPU ms a step",
+    ]
+    rows = []
+    for name, trainings in cells.items():
+        shares, (_, (low, high), _) = _shares(trainings), accuracy(trainings)
+        mean, least, most = over_seeds(shares)
+        # Seeds that are all right do not make it certain.
+        low, high = max(min(least, 100 * low), 0.0), min(max(most, 100 * high), 100.0)
+        reached = [next((point for point in each["curve"] if point[2] >= 0.99), None) for each in trainings]
+        pace = statistics.median(1e3 * each["curve"][-1][3] / each["curve"][-1][0] for each in trainings)
+        rows.append(
+            [
+                name,
+                f"{trainings[0]['keys']:.1f}",
+                f"{mean:.2f}",
+                f"{low:.2f} – {high:.2f}",
+                ", ".join(f"{one:.2f}" for one in shares),
+                ", ".join(f"{point[0]:.0f}" if point else "–" for point in reached),
+                f"{pace:.1f}",
+            ]
+        )
+    size = made["sizes"]["modes"]
+    text = (
+        f"{size['length']} of {SYMBOLS} symbols, a separator, and a mask for each symbol, which an encoder is to fill in: bidirectional, so that one task "
+        f"serves all four patterns. A symbol and its mask are {size['length'] + 1} tokens apart, farther than a window or block reaches and no "
+        f"multiple of the stride, {size['stride']}: no single step leads from one to the other, unless the symbol lies in a summary's columns, and "
+        "the two steps do, by way of tokens between. GPT-2s without "
+        f"the causal mask, {_shape(size['model'])}, with the residual block of sparse transformers, are trained from scratch on {size['batch']} new sequences a step, "
+        f"until {100 * RIGHT:.2f} % are right or for {size['most']} steps; {size['seeds']} seeds each, tested on {size['tested']:,} new sequences. "
+        f"Summaries have {size['summary']} columns. Intervals are over seeds, each with its own test sequences, by Student's t. *As many keys* has the "
+        "stride, or the columns, that come closest to the keys of `merged`."
+    )
+    _draw_modes(cells, output / "keys.svg")
+    parts = [_answer(cells), table(head, rows), _differences(cells), "![symbols right against keys](keys.svg)"]
+    return _page("Attention modes", text, "\n\n".join(parts), made)
+
+
+def _pairs(suffix: str) -> list[tuple[str, str]]:
+    """Names of modes to compare, with the settings of `merged` or with as many keys."""
+    interleave, heads = (f"{mode}{suffix}" for mode in MODES[1:])
+    return [(interleave, MODES[0]), (heads, MODES[0]), (interleave, heads)]
+
+
+def _apart(
+    cells: dict[str, list[dict[str, Any]]], patterns: Sequence[str], one: str, other: str
+) -> tuple[float, float, float]:
+    """Mean difference of two modes in percentage points, over patterns and seeds, pairs of the same weights and sequences."""
+    return over_seeds(
+        [
+            here - there
+            for name in patterns
+            for here, there in zip(_shares(cells[f"{name} {one}"]), _shares(cells[f"{name} {other}"]), strict=True)
+        ]
+    )
+
+
+def _differences(cells: dict[str, list[dict[str, Any]]]) -> str:
+    """A table of the differences of modes for each pattern and for all."""
+    rows = []
+    for patterns in [*((name,) for name in STEPPED), STEPPED]:
+        for suffix, settings in (("", "as merged"), (", as many keys", "as many keys")):
+            cell = [patterns[0] if len(patterns) == 1 else "all four", settings]
+            for one, other in _pairs(suffix):
+                mean, low, high = _apart(cells, patterns, one, other)
+                text = f"{mean:+.1f} ({low:+.1f} – {high:+.1f})"
+                cell.append(f"**{text}**" if low > 0 or high < 0 else text)
+            rows.append(cell)
+    return table(
+        ["difference in points", "settings", "interleave − merged", "heads − merged", "interleave − heads"],
+        rows,
+        words=2,
+    )
+
+
+def _answer(cells: dict[str, list[dict[str, Any]]]) -> str:
+    """The sentences that say which mode is best, from the differences over all patterns."""
+    sentences = []
+    for suffix, settings in (("", "With the same settings"), (", as many keys", "With as many keys")):
+        names = [MODES[0], *(f"{mode}{suffix}" for mode in MODES[1:])]
+        best, second = sorted(
+            names, key=lambda mode: -statistics.fmean(x for name in STEPPED for x in _shares(cells[f"{name} {mode}"]))
+        )[:2]
+        mean, low, high = _apart(cells, STEPPED, best, second)
+        lead = (
+            f"{mean:.1f} points ({low:+.1f} – {high:+.1f}) ahead of {second.split(',')[0]}, over all patterns and seeds"
+        )
+        verdict = "is best" if low > 0 else "is first, but not by more than chance"
+        sentences.append(f"**{settings}, {best.split(',')[0]} {verdict}**: {lead}.")
+    return " ".join(sentences)
+
+
+def _draw_modes(cells: dict[str, list[dict[str, Any]]], path: Path) -> None:
+    """Share right against keys: a point for each cell, a line from the settings of `merged` to as many keys."""
+    with figure(path, (7, 3.8)) as axes:
+        softmax = cells[SOFTMAX.name]
+        line(axes, 0, SOFTMAX.name, [(softmax[0]["keys"], statistics.fmean(_shares(softmax)))], _colour(SOFTMAX.name))
+        for name in STEPPED:
+            for number, mode in enumerate(MODES):
+                found = [cells[each] for each in (f"{name} {mode}", f"{name} {mode}, as many keys") if each in cells]
+                points = [(each[0]["keys"], statistics.fmean(_shares(each))) for each in found]
+                line(axes, 10 * number, f"{name} {mode}", points, _colour(name))
+        axes.set_xlabel("keys a query sees")
+        axes.set_ylabel("symbols right, %")
+        axes.grid(alpha=0.3)
 
 
 def _page(title: str, text: str, body: str, made: dict[str, Any]) -> str:
@@ -729,6 +1079,7 @@ EXPERIMENTS = {
     "generation": (generation, generation_report),
     "layer": (layer, layer_report),
     "reversible": (without_activations, reversible_report),
+    "modes": (modes, modes_report),
 }
 
 

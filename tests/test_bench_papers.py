@@ -1,11 +1,14 @@
-"""The experiments of the linear-transformer paper at their smallest, and what they rest on: decoding, gradients, memory."""
+"""The experiments of papers at their smallest, and what they rest on: decoding, gradients, memory."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers.cache_utils import DynamicCache
 
+from approx.mechanisms import MECHANISMS
+from approx.publishing.plots import colour_of
 from bench import papers, reversible
 from bench.papers import LINEAR, SIZES, SOFTMAX, Model, Painter, make, roomy
 
@@ -35,6 +38,7 @@ def run(monkeypatch, experiment, folder, *more):
         ("generation", ["softmax, KV cache", "softmax, KV cache with room", "linear, state", "softmax, stateless"], []),
         ("layer", [*papers.LAYERS], ["time", "memory"]),
         ("reversible", ["softmax", "linear"], []),
+        ("modes", ["softmax", "strided merged", "fixed interleave", "ltr heads", "rtl heads, as many keys"], ["keys"]),
     ],
 )
 def test_a_command_writes_record_page_and_pictures(monkeypatch, folder, experiment, rows, pictures):
@@ -45,6 +49,14 @@ def test_a_command_writes_record_page_and_pictures(monkeypatch, folder, experime
     record = json.loads((folder / experiment / "record.json").read_text("utf-8"))
     assert record["command"] == f"python bench/papers.py {experiment} --size tiny"
     assert run(monkeypatch, experiment, folder, "--redraw") == page
+
+
+def test_lines_have_the_colours_of_the_mechanisms(monkeypatch, folder):
+    run(monkeypatch, "convergence", folder)
+    drawn = (folder / "convergence" / "steps.svg").read_text("utf-8")
+    assert all(f"stroke: {colour_of(name)}" in drawn for name in ("linear", "lsh"))
+    assert f"stroke: {MECHANISMS['full'].colour}" in drawn
+    assert "stroke: #1f77b4" not in drawn
 
 
 def test_a_command_goes_on_with_what_is_kept(monkeypatch, tmp_path):
@@ -142,20 +154,80 @@ def test_frozen_parameters_get_no_gradient():
     assert model.transformer.h[0].mlp.c_fc.weight.grad is not None
 
 
-def kept(contender, depth, run):
+def kept(contender, depth, logits):
     model = make(Model(depth, 16, 2), contender, positions=9, words=11, seed=0)
     with reversible.held_by_autograd(model.parameters()) as held:
-        reversible.logits(model, papers.to_copy(TINY, 16, torch.Generator().manual_seed(0)), run).sum().backward()
+        logits(model, papers.to_copy(TINY, 16, torch.Generator().manual_seed(0))).sum().backward()
     assert held.bytes == 0, "everything is released after the backward pass"
     return held.peak
 
 
 @pytest.mark.parametrize("contender", [SOFTMAX, LINEAR], ids=lambda one: one.name)
 def test_activations_of_reversible_blocks_do_not_grow_with_depth(contender):
-    few, many = (kept(contender, depth, reversible.reversible) for depth in (2, 12))
+    few, many = (kept(contender, depth, papers._BLOCKS["reversible"]) for depth in (2, 12))
     assert many == pytest.approx(few, rel=0.05)
-    few, many = (kept(contender, depth, reversible.plain) for depth in (2, 12))
+    few, many = (kept(contender, depth, papers._BLOCKS["plain"]) for depth in (2, 12))
     assert many > 4 * few
+
+
+@pytest.mark.parametrize("contender", [SOFTMAX, LINEAR], ids=lambda one: one.name)
+def test_with_recomputation_a_layer_more_keeps_one_more_input(contender):
+    few, many = (kept(contender, depth, papers.recomputed_logits) for depth in (2, 12))
+    of_input = 4 * 16 * 9 * 16
+    assert (many - few) / 10 == pytest.approx(of_input, rel=0.05)
+    assert many < kept(contender, 12, papers.plain_logits) / 3
+
+
+@pytest.mark.parametrize("contender", [SOFTMAX, LINEAR], ids=lambda one: one.name)
+def test_recomputed_gradients_are_exact(contender):
+    row = papers.backward(TINY, contender, 3)
+    assert max(row["differences"].values()) < 1e-12
+
+
+def sparse_transformer(model, ids):
+    """The residual blocks of Child et al. 2019, section 5.2, and the logits, from the weights of a GPT-2."""
+
+    def norm(weights, x):
+        return (x - x.mean(-1, keepdim=True)) / (
+            x.var(-1, keepdim=True, correction=0) + 1e-5
+        ).sqrt() * weights.weight + weights.bias
+
+    def linear(weights, x):
+        return x @ weights.weight + weights.bias
+
+    def attention(layer, x):
+        heads, length = layer.attn.num_heads, x.shape[1]
+        q, k, v = (
+            each.unflatten(-1, (heads, -1)).transpose(1, 2) for each in linear(layer.attn.c_attn, x).chunk(3, -1)
+        )
+        scores = q @ k.mT / q.shape[-1] ** 0.5 + torch.full((length, length), -torch.inf).triu(1)
+        return linear(layer.attn.c_proj, (scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+    body = model.transformer
+    h = body.wte.weight[ids] + body.wpe.weight[: ids.shape[1]]
+    for layer in body.h:
+        a = attention(layer, norm(layer.ln_1, h))
+        inner = linear(layer.mlp.c_fc, norm(layer.ln_2, h + a))
+        h = h + a + linear(layer.mlp.c_proj, inner * torch.sigmoid(1.702 * inner))
+    return norm(body.ln_f, h) @ body.wte.weight.T
+
+
+def test_a_gpt2_with_their_activation_is_a_sparse_transformer():
+    model = make(Model(3, 16, 2, activation=papers.SPARSE), SOFTMAX, positions=9, words=11, seed=0).double()
+    for each in model.parameters():
+        # Biases and gains too, which are 0 and 1 at first.
+        torch.nn.init.normal_(each, std=0.5)
+    ids = papers.to_copy(TINY, 4, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(papers.plain_logits(model, ids), sparse_transformer(model, ids), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("layers", [2, 8])
+def test_last_weights_of_a_branch_begin_smaller_by_the_root_of_their_number(layers):
+    model = make(Model(layers, 128, 2, activation=papers.SPARSE), SOFTMAX, positions=9, words=11, seed=0)
+    for layer in model.transformer.h:
+        assert layer.attn.c_attn.weight.std() == pytest.approx(0.02, rel=0.05)
+        for last in (layer.attn.c_proj, layer.mlp.c_proj):
+            assert last.weight.std() == pytest.approx(0.02 / (2 * layers) ** 0.5, rel=0.05)
 
 
 def test_dropout_is_refused():
@@ -164,6 +236,61 @@ def test_dropout_is_refused():
     with pytest.raises(ValueError, match="Dropout differs"):
         reversible.gpt2_blocks(model)
     assert len(reversible.gpt2_blocks(model.eval())) == 1
+
+
+def test_an_encoder_sees_both_sides():
+    ids = torch.arange(9)[None]
+    for causal in (True, False):
+        for contender in (SOFTMAX, papers.Contender("local", "local", {"window": 9})):
+            model = make(replace(TINY.modes.model, causal=causal), contender, positions=9, words=11, seed=0).eval()
+            first, other = (
+                papers.plain_logits(model, each)[0, 0] for each in (ids, ids.index_fill(1, torch.tensor(8), 0))
+            )
+            assert torch.equal(first, other) == causal
+
+
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("name", papers.STEPPED)
+def test_a_symbol_reaches_its_mask_by_two_steps_and_not_by_one(size, name):
+    how, length = size.modes, 2 * size.modes.length + 1
+    settings = {"stride": how.stride} | ({} if name == "strided" else {"summary": how.summary})
+    pattern = MECHANISMS[name](2, 8, causal=False, scale=1.0, **settings).over(length)
+    place = torch.arange(length)
+    one, two = (pattern.allowed(place[:, None], place, length, step).float() for step in (1, 2))
+    symbols = torch.arange(how.length)
+    masks = symbols + how.length + 1
+    assert ((two @ one)[masks, symbols] > 0).all()
+    assert not one[masks, symbols].any()
+    # Columns of a summary are seen by all.
+    assert two[masks, symbols].mean() <= (0 if name == "strided" else 1.5 * how.summary / how.stride)
+
+
+def test_modes_are_compared_at_as_many_keys():
+    how = SIZES["small"].modes
+    keys = {one.name: papers.keys_seen(how, one) for one in papers.of_modes(how)}
+    assert keys["softmax"] == 2 * how.length + 1
+    for name in papers.STEPPED:
+        for mode in ("interleave", "heads"):
+            assert keys[f"{name} {mode}"] < 0.75 * keys[f"{name} merged"]
+            assert keys[f"{name} {mode}, as many keys"] == pytest.approx(keys[f"{name} merged"], rel=0.15)
+
+
+def test_the_interval_over_seeds_is_students():
+    assert papers.over_seeds([1.0, 2.0, 3.0]) == pytest.approx((2, 2 - 4.303 / 3**0.5, 2 + 4.303 / 3**0.5), abs=1e-3)
+
+
+def test_the_best_mode_is_named_with_its_lead():
+    right = {"merged": [0, 0, 40, 10], "interleave": [0, 0, 10, 40], "heads": [0, 40, 10, 0]}
+    cells = {
+        f"{name} {mode}{keys}": [a_training(right[mode]), a_training(right[mode], seed=1)]
+        for name in papers.STEPPED
+        for mode in papers.MODES
+        for keys in ("", ", as many keys")
+    }
+    made = papers._answer(cells)
+    assert "**With the same settings, interleave is best**: 20.0 points (+20.0 – +20.0) ahead of merged" in made
+    assert "**With as many keys, interleave is best**" in made
+    assert "| all four | as many keys | **+20.0 (+20.0 – +20.0)** | **-33.3" in papers._differences(cells)
 
 
 def test_the_document_has_the_pages_and_names_what_is_not_measured(tmp_path):

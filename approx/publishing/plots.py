@@ -351,15 +351,20 @@ _WIDEST_MARGIN = 3
 
 def colours(record: Record) -> dict[str, str]:
     """The colour of each variant: that of the mechanism of most of its converted layers, exact ones aside."""
-    exact, colour_of, chosen = _facts("always_exact"), _facts("colour"), {}
+    exact, chosen = _facts("always_exact"), {}
     for variant in record.variants:
         counts = Counter(layer.mechanism for layer in variant.layers)
         approximate = {name: number for name, number in counts.items() if not exact.get(name)} or counts
         mechanism = min(approximate, key=lambda name: (-approximate[name], name)) if approximate else "full"
-        chosen[variant.name] = colour_of.get(mechanism) or _other_colour(mechanism)
+        chosen[variant.name] = colour_of(mechanism)
     # A record that was edited may measure variants that it does not describe.
     measured = [entry.name for part in (*record.quality, *record.speed) for entry in part.variants]
     return {name: _other_colour(name) for name in measured} | chosen
+
+
+def colour_of(mechanism: str) -> str:
+    """The colour of a mechanism: that of its class, or one that follows from its name."""
+    return _facts("colour").get(mechanism) or _other_colour(mechanism)
 
 
 def _facts(attribute: str) -> Mapping[str, Any]:

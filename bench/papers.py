@@ -188,8 +188,8 @@ SIZES = {
             stride=4,
             summary=1,
             batch=8,
-            every=5,
-            most=10,
+            every=2,
+            most=4,
             seeds=2,
             tested=16,
         ),
@@ -877,7 +877,9 @@ def layer_report(made: dict[str, Any], output: Path) -> str:
             axes.set_yscale("log")
             for number, name in enumerate(LAYERS):
                 found = {point["length"]: measure(row) for point in points if (row := point["rows"][name])["seconds"]}
-                line(axes, number, name, list(found.items()), _colour(name))
+                # Mechanisms of one colour differ in style.
+                style = 10 * [_colour(other) for other in LAYERS[:number]].count(_colour(name))
+                line(axes, style, name, list(found.items()), _colour(name))
                 rows.append(
                     [
                         name,

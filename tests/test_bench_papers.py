@@ -225,9 +225,9 @@ def test_a_gpt2_with_their_activation_is_a_sparse_transformer():
 def test_last_weights_of_a_branch_begin_smaller_by_the_root_of_their_number(layers):
     model = make(Model(layers, 128, 2, activation=papers.SPARSE), SOFTMAX, positions=9, words=11, seed=0)
     for layer in model.transformer.h:
-        assert layer.attn.c_attn.weight.std() == pytest.approx(0.02, rel=0.05)
+        assert layer.attn.c_attn.weight.std().item() == pytest.approx(0.02, rel=0.05)
         for last in (layer.attn.c_proj, layer.mlp.c_proj):
-            assert last.weight.std() == pytest.approx(0.02 / (2 * layers) ** 0.5, rel=0.05)
+            assert last.weight.std().item() == pytest.approx(0.02 / (2 * layers) ** 0.5, rel=0.05)
 
 
 def test_dropout_is_refused():

@@ -930,7 +930,7 @@ def reversible_report(made: dict[str, Any], output: Path) -> str:
     text = (
         f"A step of the copy task in GPT-2s of {size['copier']['heads']} heads of {size['copier']['hidden'] // size['copier']['heads']}, batch "
         f"{size['batch']}, {2 * size['length'] + 1} tokens. Plain blocks are those of sparse transformers; recomputation is transformers' "
-        "`gradient_checkpointing_enable`, by which each block keeps its input alone; reversible blocks keep nothing. *Kept* is the most that "
+        "`gradient_checkpointing_enable`, by which each block keeps its input alone; of reversible blocks only the last outputs are kept. *Kept* is the most that "
         "autograd holds for the backward pass at any time, without parameters. Gradients differ in float64 by the largest difference over "
         "the largest gradient: from those of plain blocks, and for reversible blocks from those of their own form under ordinary autograd. "
         f"Times are medians of {size['rounds']} interleaved steps."

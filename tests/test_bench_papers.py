@@ -241,7 +241,7 @@ def test_dropout_is_refused():
 def test_an_encoder_sees_both_sides():
     ids = torch.arange(9)[None]
     for causal in (True, False):
-        for contender in (SOFTMAX, papers.Contender("local", "local", {"window": 9})):
+        for contender in (SOFTMAX, papers.Contender("fixed", "fixed", {"stride": 9})):
             model = make(replace(TINY.modes.model, causal=causal), contender, positions=9, words=11, seed=0).eval()
             first, other = (
                 papers.plain_logits(model, each)[0, 0] for each in (ids, ids.index_fill(1, torch.tensor(8), 0))

@@ -992,7 +992,7 @@ def modes_report(made: dict[str, Any], output: Path) -> str:
         f"the causal mask, {_shape(size['model'])}, with the residual block of sparse transformers, are trained from scratch on {size['batch']} new sequences a step, "
         f"until {100 * RIGHT:.2f} % are right or for {size['most']} steps; {size['seeds']} seeds each, tested on {size['tested']:,} new sequences. "
         f"Summaries have {size['summary']} columns. Intervals are over seeds, each with its own test sequences, by Student's t. *As many keys* has the "
-        "stride, or the columns, that come closest to the keys of `merged`."
+        "stride, or the columns, that come closest to the keys of `merged`; with more columns, more of the symbols lie in them."
     )
     _draw_modes(cells, output / "keys.svg")
     parts = [_answer(cells), table(head, rows), _differences(cells), "![symbols right against keys](keys.svg)"]

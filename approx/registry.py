@@ -58,18 +58,40 @@ def class_facts(module: str, table: str, attribute: str) -> Mapping[str, Any]:
         table: Its name.
         attribute: Name of the class attribute.
     """
+    facts = {}
+    for key, classes in _classes(module, table):
+        if value := next(
+            (found[attribute] for one in classes if attribute in (found := dict(_assignments(one)))), None
+        ):
+            facts[key] = ast.literal_eval(value)
+    return facts
+
+
+@cache
+def class_defaults(module: str, table: str) -> Mapping[str, Mapping[str, Any]]:
+    """Key of a table of classes -> keywords of its constructor and their defaults, of those that are literals; read from source.
+
+    Args: as for `class_facts`.
+    """
+    defaults = {}
+    for key, classes in _classes(module, table):
+        functions = (node for one in classes for node in one.body if isinstance(node, ast.FunctionDef))
+        made = next((one.args for one in functions if one.name == "__init__"), None)
+        pairs = [] if made is None else zip(made.kwonlyargs, made.kw_defaults, strict=True)
+        defaults[key] = {one.arg: value.value for one, value in pairs if isinstance(value, ast.Constant)}
+    return defaults
+
+
+def _classes(module: str, table: str) -> Iterator[tuple[str, list[ast.ClassDef]]]:
+    """The keys of a table of classes, each with its class and the bases of that in its file."""
     nodes = ast.walk(_parsed(module))
     homes = {one.name: node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) for one in node.names}
-    facts = {}
     for key, name in written(module, table).items():
         classes = {node.name: node for node in _parsed(homes[name]).body if isinstance(node, ast.ClassDef)}
-        owners: list[str] = [name]
+        owners = [classes[name]]
         for owner in owners:
-            owners += [base.id for base in classes[owner].bases if isinstance(base, ast.Name) and base.id in classes]
-            if value := dict(_assignments(classes[owner])).get(attribute):
-                facts[key] = ast.literal_eval(value)
-                break
-    return facts
+            owners += [classes[base.id] for base in owner.bases if isinstance(base, ast.Name) and base.id in classes]
+        yield key, owners
 
 
 @cache

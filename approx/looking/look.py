@@ -30,7 +30,7 @@ from approx.seam.observe import Call, observe
 # Up to so many positions each is drawn; more in blocks, at most so many.
 _SINGLE, _BLOCKS = 256, 128
 # Sides of the small pictures of all heads, the largest that stays within so many numbers.
-_SMALL, _SMALL_NUMBERS = (64, 48, 32, 24, 16), 1_800_000
+_SMALL, _SMALL_NUMBERS = (64, 48, 32, 24, 16), 650_000
 # A layer whose outputs differ by more from its weights times its values has attention of another kind.
 _REPRODUCED = 1e-3
 # Heads that keep more differ by rounding alone.
@@ -554,7 +554,7 @@ def _alignments(
     # Signs to the model, such as that no times are wanted, are not heard.
     rows = [row for row in words(found.written) if not is_special(row[0])] or words(found.written)
     columns = found.axis(keys, block=1)
-    block = -(-shown // (2 * _SINGLE))
+    block = -(-shown // _SINGLE)
     axis = Axis(columns.labels[:shown], block, columns.kind, columns.seconds)
 
     def picture(weights: Mapping[str, Tensor]) -> Any:

@@ -21,8 +21,8 @@ from approx_kernels.ops.near_keys.reference import reach
 
 # Up to this many keys every pair is measured; of more, these keys: as many that get the most weight, and as many of the others.
 MEASURED_WHOLE, SAMPLED = 1024, 256
-# Columns of unit values in one call of a mechanism, and numbers of the exact weights that are held at a time.
-_COLUMNS, _NUMBERS = 512, 2**24
+# Columns of unit values in one call of a mechanism, and numbers of the exact weights that are held at a time: few enough for caches.
+_COLUMNS, _NUMBERS = 512, 2**21
 # Exact weights for which the estimates are compared, and the quantiles that are shown.
 _BINS = torch.logspace(-6, 0, 25, dtype=torch.float64)
 _QUANTILES = (0.1, 0.5, 0.9)
@@ -40,7 +40,7 @@ class Weights:
         error: ‖o − o_exact‖ / ‖o_exact‖ of each head, [H].
         kept: Share of the exact weight that the mechanism gives to the same keys, Σ min(exact, approximate), [H].
         captured: Exact weight on the keys that the mechanism sees, [H]; NaN for heads that skip no keys.
-        entropy: Mean entropy of the exact weights of a query in bits, [H].
+        entropy: Mean entropy of the exact weights of a query in bits, [H]; NaN where a mechanism runs, which is chosen by its loss.
         far: Weight beyond a mechanism's window and chosen keys, [2, H, n], exact and approximate; NaN for heads without them.
         reproduced: Largest relative difference of the layer's outputs from these weights times the values; None if not every
             weight was made.
@@ -92,18 +92,21 @@ def weights(call: Call, query_block: int, key_block: int, of_heads: tuple[int, .
     softmax = _Softmax(call)
     keys = call.k.shape[2]
     blocks = membership(keys, key_block, call.q)
+    exactly = call.mechanism is None or call.exact
     rows, out, entropy, mass = [], [], [], torch.zeros(keys, device=call.q.device)
     for part in softmax.rows(query_block):
-        rows.append(mean_rows(part @ blocks, query_block))
-        out.append(part @ softmax.v)
-        entropy.append(torch.special.entr(part).sum(-1) / math.log(2))
-        mass = mass + part.sum((0, 1))
+        seen = part.shape[2]
+        rows.append(mean_rows(part @ blocks[:seen], query_block))
+        out.append(part @ softmax.v[:, :seen])
+        if exactly:
+            entropy.append(torch.special.entr(part).sum(-1) / math.log(2))
+        mass[:seen] += part.sum((0, 1))
     exact, out = torch.cat(rows, 1), torch.cat(out, 1)
     output = call.output[0].float()
     nothing = torch.full((call.q.shape[1],), math.nan)
     far = torch.full((2, *exact.shape[:2]), math.nan)
-    entropy = torch.cat(entropy, 1).mean(-1)
-    if call.mechanism is None or call.exact:
+    entropy = torch.cat(entropy, 1).mean(-1) if exactly else nothing
+    if exactly:
         same = _apart(output, out)
         return Weights(
             exact, None, torch.zeros_like(nothing), torch.ones_like(nothing), nothing, entropy, far, same, keys, {}
@@ -152,6 +155,8 @@ class _Softmax:
         self.k, self.v = (x[0].float().repeat_interleave(sharing, 0) for x in (call.k, call.v))
         mask = dense_mask(call.mask, call.causal, call.q, call.k, always=True)
         self.mask = None if mask is None else mask[0]
+        # Of causal attention, queries before the last see fewer keys than there are.
+        self._later = call.k.shape[2] - call.q.shape[2] if call.causal else None
         self._sums: list[Tensor] = []
 
     def _scores(self, rows: slice, columns: slice | Tensor) -> Tensor:
@@ -159,18 +164,21 @@ class _Softmax:
         if self.mask is None:
             return scores
         mask = self.mask[:, rows if self.mask.shape[1] > 1 else slice(None), :][..., columns]
-        return scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        return scores.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else scores.add_(mask)
 
     def rows(self, block: int) -> Iterator[Tensor]:
-        """Weights of some queries after the other, whole blocks of them, [H, r, S]."""
+        """Weights of some queries after the other, whole blocks of them, over the keys up to the last that they may see, [H, r, s]."""
         count = max(1, _NUMBERS // (self.q.shape[0] * self.k.shape[1] * block)) * block
         self._sums = []
         for start in range(0, self.q.shape[1], count):
-            scores = self._scores(slice(start, start + count), slice(None))
-            sums = scores.logsumexp(-1, keepdim=True)
+            end = None if self._later is None else max(start + count + self._later, 1)
+            scores = self._scores(slice(start, start + count), slice(end))
             # A query without any key gives 0.
-            self._sums.append(sums.masked_fill(sums.isneginf(), 0.0))
-            yield (scores - self._sums[-1]).exp()
+            largest = scores.amax(-1, keepdim=True).nan_to_num_(neginf=0.0)
+            part = scores.sub_(largest).exp_()
+            total = part.sum(-1, keepdim=True).clamp_min_(1e-30)
+            self._sums.append(largest + total.log())
+            yield part.div_(total)
 
     def at(self, keys: Tensor) -> Tensor:
         """Weights of all queries at some keys, [H, L, c], after `rows`."""

@@ -2,7 +2,6 @@
 
 import base64
 import functools
-import io
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 
 from approx.publishing import wording
 from approx.publishing.patterns import steps_picture
-from approx.publishing.plots import INK, draw_files
+from approx.publishing.plots import INK, draw_files, png_text, share_outlines
 from approx_kernels.runtime.atomic_file import write_whole
 
 Matrix = NDArray[np.floating[Any]]
@@ -31,10 +30,12 @@ _CHANGES = LinearSegmentedColormap.from_list("changes", [(0, LESS), (0.5, f"{LES
 _SUFFIXES = (".svg", ".png")
 # Ticks on a side of a heat map, and letters of a token there.
 _TICKS, _LETTERS = 16, 10
+# Letters of a token that the narrowest column of the lines shows whole.
+_UNCUT = 6
 # Words that have a tick each in an alignment.
 _WORDS = 64
-# Pixels on a side that a picture has at least, so that its cells stay sharp.
-_PIXELS = 384
+# Shades of a small picture, which is seen at a pixel a cell: 4 bits each. Changes have the same to both sides.
+_SHADES = 16
 # Lines of a query to its strongest keys, and the weight from which a line is drawn.
 _LINES, _FAINTEST = 6, 0.02
 # Strengths of lines, each with a style of its own: a line of weight w is in class 1 + floor(sqrt(w) * this).
@@ -271,9 +272,13 @@ def _page(look: Look, pictures: dict[str, dict[str, bytes]]) -> str:
     environment.filters["decimal"] = lambda value: "–" if value is None else f"{value:.3f}"
     environment.filters["tint"] = lambda share, colour: _tint(share, colour)
 
+    # Shown on request, where a name may be cut.
+    environment.filters["hint"] = lambda name: Markup(' title="{}"').format(name) if len(name) > _UNCUT else ""
+    outlines: dict[str, str] = {}
+
     def picture(name: str, about: str, paint: Callable[[Axes], None], inches: tuple[float, float]) -> Markup:
         drawing, pictures[name] = draw_files(name, about, paint, inches)
-        return drawing
+        return share_outlines(drawing, outlines)
 
     _overview_files(look, pictures)
     return environment.get_template("look.html.j2").render(
@@ -282,6 +287,8 @@ def _page(look: Look, pictures: dict[str, dict[str, bytes]]) -> str:
         heads=[_head(head, picture, pictures) for head in look.heads],
         alignments=[_alignment(one, number, picture) for number, one in enumerate(look.alignments)],
         layers=[_layer(layer) for layer in look.layers],
+        # Filled by the drawings above. Safe as markup: only outlines.
+        outlines=[(Markup(outline), name) for outline, name in outlines.items()],
         overviews=_overviews(look),
         large={(head.layer.number, head.number) for head in look.heads},
         most=max(len(layer.kept) for layer in look.layers),
@@ -441,11 +448,9 @@ def _heat(matrix: Matrix, rows: Axis, columns: Axis, most: float, *, signed: boo
         axes.grid(False)
         limit = math.sqrt(max(most, 1e-6))
         values = np.sign(matrix) * np.sqrt(np.abs(matrix)) if signed else np.sqrt(np.maximum(matrix, 0.0))
-        times = [-(-_PIXELS // size) for size in values.shape]
-        image = np.repeat(np.repeat(values, times[0], 0), times[1], 1)
         count = matrix.shape
         drawn = axes.imshow(
-            image,
+            values,
             cmap=_CHANGES if signed else _WEIGHTS,
             vmin=-limit if signed else 0,
             vmax=limit,
@@ -506,7 +511,7 @@ def _lines(head: Head) -> dict[str, Any]:
             by_strength: dict[int, list[str]] = {}
             for key, weight in keys:
                 start, end = (100, 0) if towards_left else (0, 100)
-                by_strength.setdefault(_strength(weight), []).append(f"M{start} {query}.5L{end} {key}.5")
+                by_strength.setdefault(_strength(weight), []).append(f"M{start} {query}L{end} {key}")
             groups.append([(strength, "".join(paths)) for strength, paths in sorted(by_strength.items())])
         sides.append(groups)
     return {
@@ -760,20 +765,14 @@ def _layer(layer: Layer) -> dict[str, Any]:
 
 
 def _thumbnail(matrix: Matrix, most: float, signed: bool) -> str:
-    """A small picture as the text of a PNG of 256 colours, whose faint ones are transparent."""
-    from PIL import Image
-
+    """A small picture as the text of a PNG, whose faint colours are transparent."""
     scaled = np.sign(matrix) * np.sqrt(np.minimum(np.abs(matrix) / max(most, 1e-9), 1.0))
-    level = np.rint((scaled + 1) * 127.5 if signed else np.maximum(scaled, 0.0) * 255).astype(np.uint8)
     palette = _palette(signed)
-    image = Image.frombytes("P", level.shape[::-1], level.tobytes())
-    image.putpalette(palette[:, :3].tobytes())
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG", transparency=palette[:, 3].tobytes(), optimize=True)
-    return base64.b64encode(buffer.getvalue()).decode()
+    top = len(palette) - 1
+    return png_text(np.rint((scaled + 1) * top / 2 if signed else np.maximum(scaled, 0.0) * top), palette)
 
 
 @functools.cache
 def _palette(signed: bool) -> NDArray[np.uint8]:
-    """The 256 colours of small pictures, [256, 4]: red, green, blue and how opaque."""
-    return (_CHANGES if signed else _WEIGHTS)(np.linspace(0, 1, 256), bytes=True)
+    """The colours of small pictures, [15 or 16, 4]: red, green, blue and how opaque."""
+    return (_CHANGES if signed else _WEIGHTS)(np.linspace(0, 1, _SHADES - signed), bytes=True)

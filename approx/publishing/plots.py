@@ -1,5 +1,6 @@
 """The plots of a report: speed against length with the ceiling, quality against speed, spans, and training curves."""
 
+import base64
 import io
 import re
 import warnings
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib
+import numpy as np
 from markupsafe import Markup, escape
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -17,6 +19,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from numpy.typing import NDArray
 
 from approx.errors import ApproxError, Exit
 from approx.evaluation.record import KeptExact, Layer, Quality, QualityVariant, Ratio, Record, Speed, Trained, Variant
@@ -69,7 +72,7 @@ def draw_files(
     Returns:
         The drawing for the page, and suffix -> content of the file, `.svg` and `.png`.
     """
-    svg = paths_in_lines(_saved(identity, paint, inches, ".svg", legend=True).decode())
+    svg = _with_palettes(paths_in_lines(_saved(identity, paint, inches, ".svg", legend=True).decode()))
     alone = svg.replace(FAINT, "#e4e6e9").replace("<svg ", '<svg style="background: #fff" ', 1)
     png = _saved(identity, paint, inches, ".png", on="white", legend=True)
     return _for_the_page(svg, identity, description), {".svg": alone.encode(), ".png": png}
@@ -120,6 +123,64 @@ def _saved(
 def paths_in_lines(svg: str) -> str:
     """An SVG with each path on a line, not each of its points: thousands of lines less in a repository."""
     return re.sub(r'\bd="[^"]*"', lambda path: " ".join(path[0].split()).replace(' "', '"'), svg)
+
+
+def share_outlines(drawing: Markup, outlines: dict[str, str]) -> Markup:
+    """A drawing for a page with many: its letters are those of the page, and what nobody sees of it is left out.
+
+    Args:
+        drawing: A drawing for the page.
+        outlines: The outlines of the page's letters, each with its id; new ones are added.
+    """
+    ids: dict[str, str] = {}
+
+    def share(path: re.Match[str]) -> str:
+        ids[path[1]] = outlines.setdefault(path[2], f"letter-{len(outlines)}")
+        return ""
+
+    text = re.sub(r'<path id="([^"]*DejaVu[^"]*)" ((?:d="[^"]*" )?transform="[^"]*")/>', share, drawing)
+    text = re.sub(r'href="#([^"]*)"', lambda link: f'href="#{ids.get(link[1], link[1])}"', text)
+    # Only clips, markers and letters are referred to.
+    text = re.sub(r'<g id="[^"]*"', "<g", text)
+    # A hundredth of a point is not seen.
+    numbers = r'translate\([^)]*\)|\b(?:d|x|y)="[^"]*"'
+    text = re.sub(numbers, lambda part: re.sub(r"(\.\d\d)\d+", r"\1", part[0]), text)
+    # Safe as markup: nothing was added to the drawing but ids.
+    return Markup(re.sub(r">\s+<", "><", text))
+
+
+def _with_palettes(svg: str) -> str:
+    """An SVG whose images have palettes: the same pixels in a third of the bytes."""
+    from PIL import Image
+
+    def smaller(found: re.Match[str]) -> str:
+        with Image.open(io.BytesIO(base64.b64decode(found[1]))) as image:
+            pixels = np.asarray(image.convert("RGBA"))
+        colours, level = np.unique(pixels.reshape(-1, 4), axis=0, return_inverse=True)
+        if len(colours) > _PALETTE:
+            return found[0]
+        return f"data:image/png;base64,{png_text(level.reshape(pixels.shape[:2]), colours)}"
+
+    return re.sub(r"data:image/png;base64,\s*([^\"]+)", smaller, svg)
+
+
+_PALETTE = 256
+
+
+def png_text(level: NDArray[Any], colours: NDArray[np.uint8]) -> str:
+    """A PNG as text for a page.
+
+    Args:
+        level: Number of the colour of each pixel, [n, m].
+        colours: At most 256 colours, [c, 4]: red, green, blue and how opaque.
+    """
+    from PIL import Image
+
+    image = Image.frombytes("P", level.shape[::-1], level.astype(np.uint8).tobytes())
+    image.putpalette(colours[:, :3].tobytes())
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", transparency=colours[:, 3].tobytes(), optimize=True)
+    return base64.b64encode(buffer.getvalue()).decode()
 
 
 def _for_the_page(text: str, identity: str, description: str) -> Markup:

@@ -21,6 +21,7 @@ from approx.evaluation.record import (
     judge_likelihoods,
 )
 from approx.publishing import wording
+from approx.registry import class_defaults
 
 # What speeds depend on; records whose machines differ in it stay apart.
 _MACHINE = ("processor", "cores", "threads", "gpu", "platform", "python", "torch", "triton")
@@ -673,9 +674,9 @@ def _converted(record: Record, name: str) -> str:
     if len(rules) != 1 or variant.runtime or any(one.name == name for one in record.trainings):
         return ""
     first, layers = variant.layers[0], [one.layer for one in variant.layers]
-    settings = [
-        part for key, value in first.settings.items() if value is not None for part in ("--set", f"{key}={value}")
-    ]
+    defaults = class_defaults("approx.mechanisms", "BUILT_IN").get(first.mechanism, {})
+    changed = {key: value for key, value in first.settings.items() if value not in (None, defaults.get(key))}
+    settings = [part for key, value in changed.items() for part in ("--set", f"{key}={value}")]
     chosen = [] if len(layers) == record.checkpoint.layers else ["--layers", ",".join(map(str, layers))]
     words = ["approx", "convert", record.checkpoint.name, "-m", first.mechanism, *settings, *chosen, "-o", "converted"]
     return shlex.join(words) if first.heads == "all" else ""

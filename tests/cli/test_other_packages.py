@@ -15,9 +15,9 @@ import transformers
 import approx
 from approx.cli import names
 from approx.errors import ApproxError, Exit
-from approx.mechanisms import MECHANISMS, Mechanism
+from approx.mechanisms import BUILT_IN, MECHANISMS, Mechanism
 from approx.planning.plan import Plan
-from approx.registry import class_facts
+from approx.registry import class_defaults, class_facts
 from approx.tasks import TASKS, open_task
 
 from .conftest import call
@@ -349,3 +349,7 @@ def test_facts_of_classes_are_those_that_the_classes_have():
         facts = class_facts("approx.mechanisms", "BUILT_IN", attribute)
         for name, kind in MECHANISMS.items():
             assert facts.get(name, getattr(Mechanism, attribute)) == getattr(kind, attribute)
+
+
+def test_defaults_of_classes_are_those_of_their_constructors():
+    assert class_defaults("approx.mechanisms", "BUILT_IN") == {name: MECHANISMS[name].defaults() for name in BUILT_IN}

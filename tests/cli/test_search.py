@@ -1,16 +1,22 @@
 """`approx search`: a plan that beats every uniform one, its files, its resumption, and what it refuses."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
+from html import unescape
 
 import pytest
+from rich.table import Table
 
 from approx.checkpoints.atomic_folder import locked_output
+from approx.cli.search import _frontier
 from approx.errors import Exit
 from approx.evaluation import record
+from approx.evaluation.record import FOUND
 from approx.planning.plan import Plan
+from approx.publishing.summary import conclude
 
 from .conftest import call
 
@@ -69,6 +75,49 @@ def test_gives_every_layer_a_reason_and_separates_the_examples(found):
     assert task.examples == 45
     assert "did not see" in task.notes[0]
     assert (folder / "plan-search" / "report" / "index.html").is_file()
+
+
+def test_the_page_begins_with_what_was_found_beside_the_plans_it_was_compared_with(found):
+    """The sentence, the table of variants and the answer of the command give the figures of the record."""
+    folder, answer = found
+    made = record.load(folder / "plan-search" / "record.json")
+    page = (folder / "plan-search" / "report" / "index.html").read_text("utf-8")
+    said = unescape(re.search(r'<p class="advice">(.*?)</p>', page, re.DOTALL)[1])  # pyright: ignore[reportOptionalSubscript]  # it has one
+    _, table = page.split('<table class="sortable overview">')
+    table, _ = table.split("</table>", 1)
+    assert (
+        page.index('class="advice"')
+        < page.index('class="sortable overview"')
+        < page.index("<h2", page.index("</table>"))
+    )
+    shown = {}
+    for row in re.findall(r"<tr>(<th scope=\"row\".*?)</tr>", table, re.DOTALL):
+        cells = [
+            (sort, " ".join(unescape(re.sub(r"<[^>]+>", " ", text)).split()))
+            for sort, text in re.findall(r'<t[hd][^>]*data-sort="([^"]*)">(.*?)</t[hd]>', row, re.DOTALL)
+        ]
+        shown[cells[0][0]] = cells
+    assert set(shown) == {one.name for one in made.variants}
+    assert next(iter(shown)) == conclude(made).chosen == FOUND  # pyright: ignore[reportOptionalMemberAccess]  # it has one
+    assert FOUND in said or said.startswith("Stay exact")
+    (task,), row = made.quality, made.speed[-1]
+    for entry in task.variants:
+        name, change, verdict, _ = shown[entry.name]
+        assert name[1].startswith(entry.name)
+        assert verdict[1] == entry.verdict
+        if not entry.verdict.startswith("not tested"):
+            assert float(change[0]) == pytest.approx(100 * entry.difference)
+            assert change[1].startswith(f"{100 * entry.difference:+.1f}".replace("-", "−").replace("+0.0", "0.0"))
+    for entry in row.variants:
+        if (believed := row.believed(entry).ratio) is not None:
+            assert shown[entry.name][3][1].startswith(f"{believed:.2f}× {row.length:,} tokens")
+    assert -float(shown[FOUND][1][0]) == pytest.approx(answer.json["proof"]["loss"])
+    # The table in the terminal has the same rows in the same order, with the layers of each plan.
+    advice, plans = _frontier(row, folder / "plan-search" / "record.json")
+    assert advice == said
+    assert isinstance(plans, Table)
+    marks, names, *_ = ([*column.cells] for column in plans.columns)
+    assert list(zip(marks, names, strict=True)) == [("→" if name == FOUND else "", name) for name in shown]
 
 
 @pytest.mark.slow

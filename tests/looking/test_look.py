@@ -32,6 +32,8 @@ class Page(HTMLParser):
         self.loaded: list[str] = []
         self.unnamed: list[str] = []
         self.tags: list[str] = []
+        self.used: list[str] = []
+        self.outlines: list[str] = []
         self.feed(html)
 
     def handle_starttag(self, tag, attrs):
@@ -42,9 +44,13 @@ class Page(HTMLParser):
         for name in ("src", "href"):
             if (target := given.get(name)) and tag in ("img", "image", "script", "link", "iframe"):
                 self.loaded.append(target)
+        if tag == "use":
+            self.used.append(given["href"])
+        if tag == "path" and "id" in given:
+            self.outlines.append(given.get("d", "") + given.get("transform", ""))
         if tag == "a":
             self.links.append(given["href"])
-        if (tag == "img" and not given.get("alt")) or (tag == "svg" and not given.get("aria-label")):
+        if (tag == "img" and not given.get("alt")) or (tag == "svg" and not {"aria-label", "aria-hidden"} & set(given)):
             self.unnamed.append(tag)
 
 
@@ -58,7 +64,9 @@ def check_page(folder) -> str:
     assert [target[:30] for target in page.loaded if not target.startswith("data:image/")] == []
     assert page.unnamed == []
     assert len(page.ids) == len(set(page.ids))
-    assert {link[1:] for link in page.links} <= set(page.ids)
+    assert {link[1:] for link in [*page.links, *page.used]} <= set(page.ids)
+    letters = [outline for outline in page.outlines if "scale" in outline]
+    assert len(letters) == len(set(letters)) > 10
     return html
 
 

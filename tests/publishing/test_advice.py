@@ -236,7 +236,7 @@ def test_the_most_promising_of_those_that_are_not_settled_is_named():
 )
 def test_says_what_to_run_where_nothing_can_be_said(command, task, step):
     made = record("v", tasks=[open_question("v", 0.0, 900, **task)], rows=speed("v", RISING))
-    layer = {"layer": 0, "mechanism": "linear", "settings": {"window": 0, "gate": None}}
+    layer = {"layer": 0, "mechanism": "linear", "settings": {"window": 0, "gate": None, "update": "sum"}}
     checkpoint = {"name": "base", "layers": 1}
     made = part_of(Record, **made.to_data() | {"command": command, "checkpoint": checkpoint})
     made.variants[0].layers = part_of(Record, variants=[{"name": "v", "layers": [layer]}]).variants[0].layers

@@ -32,7 +32,7 @@ CLIPPED = """() => {
 # At any width the columns that matter are seen without scrolling.
 SEEN = """() => [...document.querySelectorAll(".overview, .stacked table")].flatMap((table) => {
   const room = table.closest(".scroll");
-  const wanted = [...table.querySelectorAll('[data-label="difference"], [data-label="verdict"], [data-label$="tokens"], .overview td')];
+  const wanted = [...table.querySelectorAll('[data-label="difference"], [data-label="verdict"], [data-label="test"], [data-label$="tokens"], .overview td')];
   const edge = room.getBoundingClientRect().right + 1;
   return wanted.filter((cell) => cell.getBoundingClientRect().right > edge).map((cell) => cell.textContent.trim());
 })"""

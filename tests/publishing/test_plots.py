@@ -1,14 +1,20 @@
 """The plots of a report: points, bands, labels and scales, as matplotlib objects."""
 
+import base64
+import io
 import itertools
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from PIL import Image
 
 from approx.evaluation.record import QualityVariant, Record, Speed
 from approx.mechanisms import MECHANISMS
@@ -328,3 +334,31 @@ def test_a_sweep_is_small_multiples_with_the_interval_of_each_plan(monkeypatch):
         bars = {tuple(round(float(x), 6) for x in line.get_xdata()): line.get_color() for line in panel.lines[1::2]}
         assert list(bars) == [(-1.0, 1.0), (-11.0, -9.0)]
         assert list(bars.values()) == [MECHANISMS["local"].colour, MECHANISMS["linear"].colour]
+
+
+def test_an_image_of_a_page_has_a_palette_and_the_same_pixels():
+    values = np.linspace(0, 1, 30).reshape(5, 6)
+
+    def paint(axes: Axes) -> None:
+        axes.imshow(values, cmap="viridis", interpolation="none")
+
+    drawing, _ = plots.draw_files("one", "a picture", paint, (3, 3))
+    (text,) = re.findall(r"data:image/png;base64,([^\"]+)", drawing)
+    with Image.open(io.BytesIO(base64.b64decode(text))) as image:
+        assert image.mode == "P"
+        pixels = np.asarray(image.convert("RGBA"))
+    assert np.array_equal(pixels, colormaps["viridis"](values, bytes=True))
+
+
+def test_letters_of_drawings_are_shared_and_all_else_stays():
+    drawings = [plots.draw_files(name, name, lambda axes: axes.plot([1, 2], "o"), (3, 3))[0] for name in ("one", "two")]
+    outlines: dict[str, str] = {}
+    shared = [plots.share_outlines(drawing, outlines) for drawing in drawings]
+    assert sum(map(len, shared)) < 0.7 * sum(map(len, drawings))
+    assert len(outlines) == len(set(outlines.values()))
+    for before, after in zip(drawings, shared, strict=True):
+        assert before.count("<use") == after.count("<use")
+        assert set(re.findall(r'(?:href="|url\()#([^")]+)', after)) <= {
+            *outlines.values(),
+            *re.findall(r'id="([^"]+)"', after),
+        }

@@ -15,6 +15,7 @@ from approx.publishing.report import write_report
 from reports.refresh import BROWSERS, PICTURE, RECORDS, ROOT, SHOWN, page_of_picture
 from typed import record_of
 
+LOOKS = [f"look/{path.name}" for path in sorted((RECORDS / "look").glob("*.html"))]
 # Text that lies beyond the screen or beyond its own box, and boxes that scroll sideways without saying so.
 CLIPPED = """() => {
   const found = [], width = document.documentElement.clientWidth;
@@ -91,10 +92,23 @@ def checked(browser: Browser, path: Path, width: int, scheme: str, axe: str) -> 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
-@pytest.mark.parametrize("name", SHOWN)
+@pytest.mark.parametrize("name", [*(f"{name}/index.html" for name in SHOWN), *LOOKS])
 @pytest.mark.sample(4)
 def test_committed_pages_can_be_read_and_used(browser, axe, name, width, scheme):
-    checked(browser, RECORDS / name / "index.html", width, scheme, axe).close()
+    checked(browser, RECORDS / name, width, scheme, axe).close()
+
+
+def test_a_query_of_a_committed_look_shows_its_lines_alone(browser):
+    page, _ = opened(browser, RECORDS / LOOKS[0], 1280, "light")
+    groups = page.locator(".lines").first.locator("svg").first.locator("g")
+
+    def shown() -> list[str]:
+        return groups.evaluate_all("(all) => all.slice(0, 9).map((one) => getComputedStyle(one).opacity)")
+
+    assert set(shown()) == {"1"}
+    page.locator('.lines input[value="3"]').first.check(force=True)
+    assert [place for place, opacity in enumerate(shown()) if opacity == "1"] == [3]
+    page.close()
 
 
 @pytest.mark.parametrize("width", [390, 1280])

@@ -285,7 +285,8 @@ def test_a_penalty_keeps_the_last_step_since_scores_prefer_long_spans(sst2, tmp_
     (outcome,) = healing.phases
     assert outcome.best_step == outcome.steps == 6
     assert mechanism.spans.max() == 0
-    assert healing.before is not None and healing.after is not None
+    assert healing.before is not None
+    assert healing.after is not None
     assert healing.after < healing.before
 
 

@@ -136,17 +136,17 @@ def test_a_table_fails_where_its_record_is_older_than_its_verdicts(tmp_path, mon
     listed = tmp_path / "older.toml"
     monkeypatch.setattr(sources, "OLDER", listed)
     listed.write_text("")
-    shutil.copytree(ROOT / "reports" / "heal-spans", tmp_path / "heal-spans")
+    shutil.copytree(ROOT / "reports" / "long-documents", tmp_path / "long-documents")
     with pytest.raises(
-        ApproxError, match=r"'heal-spans' is older than chance, .*, which its table needs. Make it again"
+        ApproxError, match=r"'long-documents' is older than chance, .*, which its table needs. Make it again"
     ):
-        sources.opened(tmp_path, "heal-spans")
+        sources.opened(tmp_path, "long-documents")
     fields = ["rare", "pairs", "chance", "grouped_by", "windows"]
-    listed.write_text(f"[heal-spans]\nlacks = {json.dumps(fields)}\n")
-    assert sources.opened(tmp_path, "heal-spans").quality
-    listed.write_text(f"[heal-spans]\nlacks = {json.dumps([*fields, 'margin'])}\n")
-    with pytest.raises(ApproxError, match="lists margin of the record 'heal-spans', which has it"):
-        sources.opened(tmp_path, "heal-spans")
+    listed.write_text(f"[long-documents]\nlacks = {json.dumps(fields)}\n")
+    assert sources.opened(tmp_path, "long-documents").quality
+    listed.write_text(f"[long-documents]\nlacks = {json.dumps([*fields, 'margin'])}\n")
+    with pytest.raises(ApproxError, match="lists margin of the record 'long-documents', which has it"):
+        sources.opened(tmp_path, "long-documents")
 
 
 def test_the_interval_between_two_shares_is_the_published_one():

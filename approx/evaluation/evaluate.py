@@ -415,7 +415,7 @@ def predict(
     waiting = [number for number in range(len(prepared.batches)) if number not in parts_by_batch]
     done = sum(len(prepared.batches[number]) for number in parts_by_batch)
     model, was_training = subject.model, subject.model.training
-    if model.device != torch.device(device):
+    if getattr(model, "device", None) != torch.device(device):
         # Quantised weights cannot be moved under inference mode, not even to where they are.
         model = model.to(device)
     model.eval()

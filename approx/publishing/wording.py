@@ -203,23 +203,26 @@ def loss(entry: QualityVariant, task: Quality) -> str:
 
     An interval that reaches much farther to one side, as where rare losses may hide, is written with both ends.
     """
+    difference, within, between, alone = entry.difference * scale(task), "", "", ""
     if entry.interval is None:
-        return f"has {change(entry, task)} {units(task)}, measured on a single example or group,"
-    difference, (low, high) = entry.difference * scale(task), (end * scale(task) for end in entry.interval)
-    near, half = sorted((high - difference, difference - low))
-    lopsided = half > _LOPSIDED * near > 0
-    digits = 1 if (near if lopsided else half) >= 0.05 else 2 if task.fraction else 3
+        digits, alone = (1 if task.fraction else 3), ", measured on a single example or group,"
+    else:
+        low, high = (end * scale(task) for end in entry.interval)
+        near, half = sorted((high - difference, difference - low))
+        lopsided = half > _LOPSIDED * near > 0
+        digits = 1 if (near if lopsided else half) >= 0.05 else 2 if task.fraction else 3
+        if lopsided:
+            between = f" (between {signed(low, digits)} and {signed(high, digits)})"
+        else:
+            within = f" ± {decimal(half, digits)}"
     amount = decimal(abs(difference), digits)
-    within, between = f" ± {decimal(half, digits)}", ""
-    if lopsided:
-        within, between = "", f" (between {signed(low, digits)} and {signed(high, digits)})"
     if amount == decimal(0.0, digits):
-        return f"scores the same{within}{between} {units(task)}"
+        return f"scores the same{alone}" if alone else f"scores the same{within}{between} {units(task)}"
     if task.lower_is_better:
         counted = task.fraction or " per " in units(task)
         direction = "more" if difference > 0 else "fewer" if counted else "less"
-        return f"has {amount}{within} {direction} {units(task)}{between}"
-    return f"{'loses' if difference < 0 else 'gains'} {amount}{within} {units(task)}{between}"
+        return f"has {amount}{within} {direction} {units(task)}{between}{alone}"
+    return f"{'loses' if difference < 0 else 'gains'} {amount}{within} {units(task)}{between}{alone}"
 
 
 # One side of an interval that is so many times as long as the other is not written as ±.

@@ -50,7 +50,7 @@ def decoder(family, *rules):
 
 def opened(model, folder):
     """The program of a model in ONNX Runtime, and the state before the first token."""
-    with torch.no_grad(), export._quiet():
+    with torch.no_grad(), export.quiet():
         first = decoding.first_state(model)
         program, inputs, outputs = decoding.program(model, first)
         export._save_onnx(program, model, folder / "model.onnx", inputs, outputs)

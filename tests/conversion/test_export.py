@@ -151,7 +151,7 @@ def operators(model, path):
     import onnx
 
     model.config.use_cache = False
-    with torch.no_grad(), export._quiet():
+    with torch.no_grad(), export.quiet():
         export._save_onnx(export._program(model.eval()), model, path)
     return collections.Counter(node.op_type for node in onnx.load(path).graph.node)
 

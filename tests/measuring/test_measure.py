@@ -298,7 +298,7 @@ def test_the_base_is_timed_in_its_ways_and_without_attention(opened, monkeypatch
     ]
     for name, due in ((BASE, exact), ("fastest way", exact), (CEILING, free), ("local", converted)):
         torch.testing.assert_close(said[name], due, rtol=0, atol=1e-6)
-    assert (asked.seed, asked.device, asked.dtype) == (3, torch.device("cpu"), torch.float32)
+    assert (asked.seed, asked.device, asked.dtype) == (3, torch.device("cpu"), "float32")
     assert [(row.length, row.seconds, row.fast_products) for row in rows] == [(8, None, False), (16, None, False)]
     with torch.no_grad():
         assert set(asked.chosen_in(lambda: base(**inputs))) <= {"attention"}

@@ -87,7 +87,7 @@ def test_opens_both_models_with_the_same_options(folders, monkeypatch):
     base, converted = folders
     for merge in (False, True):
         open_pair(converted, base, "cuda", "bfloat16", merge, merge_adapter=merge)
-        more = {"offline": merge, "merge_adapter": merge}
+        more = {"quantize": None, "offline": merge, "merge_adapter": merge}
         assert asked == [
             ({BASE: base}, "cuda", "bfloat16", more),
             ({"converted": converted}, "cuda", "bfloat16", more),

@@ -80,7 +80,8 @@ def test_numbers(text: str, expected: str):
         (0.0, [-0.02, 0.001], "scores the same (between −2.0 and +0.1) points of accuracy"),
         (-0.034, [-0.655, -0.019], "loses 3.4 points of accuracy (between −65.5 and −1.9)"),
         (0.0003, [0.0002, 0.0004], "gains 0.03 ± 0.01 points of accuracy"),
-        (-0.003, None, "has −0.3 points of accuracy, measured on a single example or group,"),
+        (-0.003, None, "loses 0.3 points of accuracy, measured on a single example or group,"),
+        (0.0, None, "scores the same, measured on a single example or group,"),
     ],
 )
 def test_a_difference_in_words(difference: float, interval: list[float] | None, expected: str):
@@ -98,6 +99,8 @@ def test_a_difference_of_other_scores_keeps_their_units():
     worse = {"difference": 0.0213, "interval": [0.0113, 0.0313], "margin": 0.01, "verdict": "loss beyond margin"}
     entry = part_of(QualityVariant, **worse)
     assert wording.loss(entry, task) == "has 0.021 ± 0.010 more bits per byte"
+    alone = entry.model_copy(update={"interval": None, "difference": -0.0213})
+    assert wording.loss(alone, task) == "has 0.021 fewer bits per byte, measured on a single example or group,"
     assert wording.verdict(entry, task) == "a loss beyond the margin of 0.010 bits per byte (1.0 %)"
     assert wording.change(entry, task) == "+0.021"
     assert wording.score(1.2345, task) == "1.234"

@@ -211,8 +211,8 @@ def figure(path: Path, size: tuple[float, float] = (8, 5.5), legend: float = 7.5
 def line(axes: Axes, number: int, name: str, points: Sequence[tuple[float, float]], colour: str | None = None) -> None:
     """Draw one of many lines, which have ten colours and three styles, or a colour of their own."""
     style = number // 10 % 3
-    look = {"linestyle": ("-", "--", ":")[style], "marker": "osD"[style]}
-    axes.plot(*zip(*points, strict=True), label=name, color=colour, ms=3, **look)
+    dashes, marker = ("-", "--", ":")[style], "osD"[style]
+    axes.plot(*zip(*points, strict=True), label=name, color=colour, ms=3, linestyle=dashes, marker=marker)
 
 
 def draw(lines: Mapping[str, Sequence[tuple[int, float]]], speedup: str, path: Path) -> None:

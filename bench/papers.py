@@ -284,7 +284,6 @@ def make(model: Model, contender: Contender, *, positions: int, words: int, seed
         n_head=model.heads,
         n_inner=model.inner,
         activation_function=model.activation,
-        is_causal=model.causal,
         initializer_range=model.deviation,
         resid_pdrop=0.0,
         embd_pdrop=0.0,
@@ -292,10 +291,12 @@ def make(model: Model, contender: Contender, *, positions: int, words: int, seed
         bos_token_id=words - 1,
         eos_token_id=words - 1,
     )
+    # Masks follow the config, attention modules their own attribute.
+    vars(config)["is_causal"] = model.causal
     made = GPT2LMHeadModel(config)
     for block in made.transformer.h:
-        # Masks follow the config, attention modules their own attribute.
-        block.attn.is_causal = model.causal
+        attention: Any = block.attn
+        attention.is_causal = model.causal
     if contender.mechanism is not None:
         convert(made, Plan.of(contender.mechanism, **contender.settings))
     return made

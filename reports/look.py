@@ -2,7 +2,6 @@
 
 MINILM is a MiniLM fine-tuned on SST-2, SMOLLM2 and WHISPER are what `examples/real/smollm2.py` and `examples/real/whisper.py tiny.en`
 write with `--dtype float32`, RECORDING is a file of LibriSpeech. Settings are small enough to matter on a text of this length.
-Of all pages that this makes, two are kept: `bert-clustered` and `whisper-clustered`.
 """
 
 import shutil

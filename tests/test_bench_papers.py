@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -254,7 +255,8 @@ def test_an_encoder_sees_both_sides():
 def test_a_symbol_reaches_its_mask_by_two_steps_and_not_by_one(size, name):
     how, length = size.modes, 2 * size.modes.length + 1
     settings = {"stride": how.stride} | ({} if name == "strided" else {"summary": how.summary})
-    pattern = MECHANISMS[name](2, 8, causal=False, scale=1.0, **settings).over(length)
+    mechanism: Any = MECHANISMS[name](2, 8, causal=False, scale=1.0, **settings)
+    pattern = mechanism.over(length)
     place = torch.arange(length)
     one, two = (pattern.allowed(place[:, None], place, length, step).float() for step in (1, 2))
     symbols = torch.arange(how.length)

@@ -106,7 +106,7 @@ def weights(call: Call, query_block: int, key_block: int, of_heads: tuple[int, .
     nothing = torch.full((call.q.shape[1],), math.nan)
     far = torch.full((2, *exact.shape[:2]), math.nan)
     entropy = torch.cat(entropy, 1).mean(-1) if exactly else nothing
-    if exactly:
+    if call.mechanism is None or call.exact:
         same = _apart(output, out)
         return Weights(
             exact, None, torch.zeros_like(nothing), torch.ones_like(nothing), nothing, entropy, far, same, keys, {}

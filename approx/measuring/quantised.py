@@ -88,6 +88,7 @@ def _as_linear(model: Any) -> None:
     """Replace GPT-2's layers with transposed weights, in place, by linear layers that compute the same."""
     for path, part in list(model.named_modules()):
         if isinstance(part, Conv1D):
-            linear = nn.Linear(*part.weight.shape, device="meta")
+            inputs, outputs = part.weight.shape
+            linear = nn.Linear(inputs, outputs, device="meta")
             linear.weight, linear.bias = nn.Parameter(part.weight.detach().T.contiguous()), part.bias
             model.set_submodule(path, linear.eval())

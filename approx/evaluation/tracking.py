@@ -99,7 +99,7 @@ def report(title: str, records: Sequence["Record"], tracker: Tracker) -> str:
     except Exception as error:
         # Whatever a tracker lacks, such as a login, what was measured is written and shown already.
         raise ApproxError(f"{tracker} did not take the results: {error}", Exit.UNAVAILABLE) from error
-    return f"Reported to {tracker}, {len(named)} run{'s'[: len(named) != 1]} in the group '{title}'"
+    return f"Reported to {tracker}, {len(named)} {'run' if len(named) == 1 else 'runs'} in the group '{title}'"
 
 
 @dataclass

@@ -24,6 +24,8 @@ from approx.tasks.task import Encoding
 # Rounding of keys that were rotated twice; keys of other positions differ by more.
 _SAME = {torch.float32: 1e-3, torch.float64: 1e-3}
 _SAME_IN_HALVES = 3e-2
+# First tokens that are kept with segments, as many as Xiao et al. 2023, arXiv 2309.17453, keep.
+_SINKS = 4
 
 
 class Carried:
@@ -44,15 +46,17 @@ class Carried:
         window: Tokens that attention sees at most; of `recompute` the last is predicted, as in transformers' own loop.
             `state` has none.
         stride: Tokens read at a time; of `segments` those that are not kept.
-        sinks: First tokens that `segments` keeps, s.
+        sinks: First tokens among those that `segments` keeps, s; None for 4, or half of what it keeps if that is less.
 
     Raises:
         ApproxError: if the model cannot carry this.
     """
 
-    def __init__(self, model: Any, carry: str, window: int, stride: int, sinks: int = 0) -> None:
+    def __init__(self, model: Any, carry: str, window: int, stride: int, sinks: int | None = None) -> None:
         self._model, self.carry, self._window = model, carry, window
-        self._sinks = sinks if carry == "segments" else 0
+        self._sinks = 0
+        if carry == "segments":
+            self._sinks = min(_SINKS, (window - stride) // 2) if sinks is None else sinks
         self._known = set(inspect.signature(model.forward).parameters)
         # `cache` from transformers 5.24 on, `past_key_values` before.
         self._keyword = next((name for name in ("cache", "past_key_values") if name in self._known), None)

@@ -24,8 +24,6 @@ CARRIES = ("recompute", "flush", "segments", "state")
 """What a model may keep from one segment of a text to the next."""
 # Tokens that a model with a state reads at a time.
 _READ = 512
-# First tokens that are kept with segments, as many as Xiao et al. 2023, arXiv 2309.17453, keep.
-_SINKS = 4
 
 
 class LanguageModelling(Text):
@@ -112,10 +110,8 @@ class LanguageModelling(Text):
         # Without a beginning-of-text token, the first token cannot be predicted.
         first = max(int(first), 1 - len(begun))
         if self.carry is not None:
-            kept = max(window - stride, 0)
-            sinks = min(_SINKS, kept // 2)
             if self._sinks is not None:
-                sinks = whole_setting(self.name, "sinks", self._sinks, 0, kept - 1)
+                whole_setting(self.name, "sinks", self._sinks, 0, window - stride - 1)
             room, last = (max_length or int(last) + 1) - 1, int(last)
             return [
                 {
@@ -125,7 +121,7 @@ class LanguageModelling(Text):
                     "begin": start + len(begun),
                     "window": window,
                     "stride": stride,
-                    "sinks": sinks,
+                    "sinks": self._sinks,
                     "text": _digest(text),
                 }
                 for start in range(first, last, room)
